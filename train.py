@@ -37,6 +37,7 @@ from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
 from clipkit.training.decisions import Decisions
 from clipkit.training.log import Log, describe_model, describe_start
+from clipkit.training.ranks import WeightComparison
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.batch import small_stages
@@ -48,7 +49,7 @@ from eval.run import Scorer
 def main(arguments: Arguments) -> int:
     # 1. This process among the others, and its device.
     stop = guards.StopRequest()
-    guards.end_with_launcher(PARENT, leaving=stop.leaving)
+    guards.end_with_launcher(PARENT, stop)
     distributed.check_launch()
     device = distributed.start()
     rank, world = distributed.rank(), distributed.world_size()
@@ -200,6 +201,7 @@ def main(arguments: Arguments) -> int:
             as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
         )
         writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
+        comparison = WeightComparison(model, every=config.checkpoint.compare_every_steps)
         statistics = ema.RunningStatistics(model)
         log.count_flops(model, compute, state.step)
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
@@ -249,6 +251,9 @@ def main(arguments: Arguments) -> int:
                     writer.wait_until_copied()
                 statistics.keep()
                 features = compute.gradients(trained, batch, step, log.watch)
+                log.watch.begin("data")
+                batches.prefetch()  # while a GPU computes
+                log.watch.begin("backward")
                 parallel.complete_gradients(model)
                 if config.optim.sam:
                     with sam.perturbed_weights(model, config.optim.sam):
@@ -304,7 +309,8 @@ def main(arguments: Arguments) -> int:
                     stopped = stopped or ranks["asked_to_stop"] > 0 or too_many_bad
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
-                stop.agreed = stopped
+                stop.finish_step(agreed=stopped)
+                comparison.finish_step(step, now=due_save)
                 log.watch.begin("other")
                 log.count_batch(batch)
                 writer.finish_if_done()

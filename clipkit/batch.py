@@ -77,8 +77,8 @@ class Batch:
 
     @property
     def rows(self) -> Tensor:
-        """(B,) int64, indices of the samples in the global batch."""
-        return torch.arange(self.first_row, self.first_row + len(self.ids))
+        """(B,) int64 on the device of the images, indices of the samples in the global batch."""
+        return torch.arange(self.first_row, self.first_row + len(self.ids), device=self.images.device)
 
     def pin_memory(self) -> Self:
         """Copy to page-locked memory; torch's loader calls this."""

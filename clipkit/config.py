@@ -759,6 +759,12 @@ class CheckpointConfig(Section):
     every_steps: int = setting(1000, "Steps between checkpoints; 0: disabled.", at_least(0))
     every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: disabled.", at_least(0))
     keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", at_least(0))
+    compare_every_steps: int = setting(
+        100,
+        "Steps between two comparisons of the weights of all ranks, which also precede each checkpoint. A "
+        "difference, as when memory is faulty, stops the run. 0: disabled.",
+        at_least(0),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,12 +7,14 @@ import os
 import re
 import resource
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import timedelta
+from ipaddress import ip_address
 from itertools import count
 from typing import Any, TypeVar
 
@@ -268,6 +270,11 @@ def start() -> torch.device:
         attempt = environment.get("TORCHELASTIC_RESTART_COUNT", "0") if alone else "0"
         _store = PrefixStore(f"attempt {attempt}", store)
         _failures = Failures(_store, rank=rank, host=rank == 0 and not torchruns)
+        if local_world not in (None, environment["WORLD_SIZE"]):
+            _check_own_address()
+        # what each rank was doing when a collective timed out; TORCH_FR_DUMP_TEMP_FILE says where it is written
+        environment.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        environment.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
         # gloo for CPU tensors, so that agreeing on a flag does not wait for the GPU
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
@@ -282,6 +289,26 @@ def start() -> torch.device:
             f"{local_world} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
     return own_device() if cuda or world_size() == 1 else torch.device("cpu")
+
+
+def _check_own_address() -> None:
+    """Raise ConfigError if gloo would tell other hosts an address that only this host can use."""
+    if os.environ.get("GLOO_SOCKET_IFNAME") or _is_loopback(os.environ.get("MASTER_ADDR", "")):
+        return
+    host = socket.gethostname()
+    if _is_loopback(host):
+        raise ConfigError(
+            f"the name of this host, {host}, stands for a loopback address, which other hosts cannot reach: set "
+            "GLOO_SOCKET_IFNAME to the network interface between the hosts, such as eth0 (`ip addr` lists them)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return bool(addresses) and all(ip_address(address.partition("%")[0]).is_loopback for address in addresses)
 
 
 def stop() -> None:
@@ -414,6 +441,40 @@ def greatest_over_ranks(values: Tensor) -> Tensor:
     greatest = values.detach().clone()
     dist.all_reduce(greatest, op=dist.ReduceOp.MAX)
     return greatest
+
+
+class Gathering:
+    """Small tensors of all ranks on the way to each of them: neither a GPU nor the host waits until ``read``.
+
+    Args:
+        values: this rank's, of the same shape and dtype on all ranks; all ranks create this together.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self._shape = (world_size(), *values.shape)
+        self._values = values.flatten()  # kept until it is sent
+        self._gathered = values.new_empty(world_size() * values.numel())
+        self._work: Any = None
+        self._arrived: torch.cuda.Event | None = None
+        if world_size() == 1:
+            self._gathered.copy_(self._values)
+        else:
+            self._work = _all_gather(self._gathered, self._values, async_op=True)
+        if values.is_cuda:
+            if self._work is not None:
+                self._work.wait()  # in the queue of the GPU
+            on_host = torch.empty_like(self._gathered, device="cpu", pin_memory=True)
+            self._gathered = on_host.copy_(self._gathered, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def read(self) -> Tensor:
+        """Return the values of all ranks on the host, (W, …), ordered by rank."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        elif self._work is not None:
+            self._work.wait()
+        return self._gathered.view(self._shape)
 
 
 _known_rows: ContextVar[Sequence[int]] = ContextVar("_known_rows", default=())

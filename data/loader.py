@@ -353,8 +353,9 @@ class _Batches(Dataset[LoaderBatch | DataError]):
 
 
 # --------------------------------------------------------------------------------------------------------------
-# Batches on the device, prefetched by one step: returning a batch takes the next one from the loader and starts to
-# copy it on a separate stream while the model computes. No threads are used. On a CPU, batches are not copied.
+# Batches on the device, prefetched by one step: once the computation of a step is launched, ``prefetch`` takes the
+# next batch from the loader and starts to copy it on a separate stream. No threads are used. On a CPU, batches are
+# not copied.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -374,8 +375,8 @@ class InputSeconds:
 class DeviceBatches(Iterator[LoaderBatch]):
     """The batches of a loader on a device, for steps ``start`` to ``stop - 1``.
 
-    On a GPU two batches exist at a time: the last one returned and the next one. An error of the loader is
-    raised at its own step, not at the previous one.
+    On a GPU two batches exist at a time: the last one returned and, after ``prefetch``, the next one. An error of
+    the loader is raised at its own step, not at the previous one.
     """
 
     def __init__(self, loader: Loader, start: int, stop: int, device: torch.device) -> None:
@@ -399,13 +400,20 @@ class DeviceBatches(Iterator[LoaderBatch]):
         self._ahead = None
         if isinstance(now, Exception):
             raise now
-        self._ahead = self._fetch(self._stream)
         batch, arrived = now
         current = torch.cuda.current_stream(batch.images.device)
         current.wait_event(arrived)
         for tensor in batch.tensors():
             tensor.record_stream(current)  # otherwise its memory could be reused while it is read
         return batch
+
+    def prefetch(self) -> None:
+        """Take the next batch from the loader and start to copy it to the GPU, decoding JPEGs there.
+
+        Call this when the work of the current step is launched: the GPU is busy while the host waits here.
+        """
+        if self._stream is not None and self._ahead is None:
+            self._ahead = self._fetch(self._stream)
 
     def close(self) -> None:
         """End the loader's workers and drop the next batch."""

@@ -26,7 +26,8 @@ https://, hf://)."""
 INDEX_TEXT = f"""\
 {SOURCES}
 
-The index is stored in the cache folder ($CLIPKIT_CACHE), not next to the data.
+The index is stored in the cache folder ($CLIPKIT_CACHE, or
+$CLIPKIT_INDEX_CACHE if that is set), not next to the data.
 Training indexes shards that have no index; this command does so in advance, on
 all cores.
 """

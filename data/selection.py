@@ -82,6 +82,11 @@ class Selection:
         return bool(self.filters) or ("caption" in self.need and self.captions.choice == "all")
 
     @property
+    def counts_stated(self) -> bool:
+        """Whether the numbers in ``_stats.json`` are those of the used samples."""
+        return not self.reads_json and self.fraction == 1
+
+    @property
     def json_filters(self) -> tuple[Filter, ...]:
         """The filters on the json rather than on scores."""
         return tuple(

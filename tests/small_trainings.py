@@ -54,12 +54,14 @@ class Trainings:
         assert ended.returncode == status, ended.stderr[-3000:]
         return ended.stderr
 
-    def start(self, out: Path, *more: str, **environment: str) -> "Future[Ended]":
-        """Train in one process in the background."""
+    def start(self, out: Path, *more: str, program: str = "", **environment: str) -> "Future[Ended]":
+        """Train in one process in the background, with ``train.py`` or a program that changes it."""
         settings = self.settings(out, more)
         self.runs.add(out)
         environment["CLIPKIT_CACHE"] = str(self.pairs.parent / "cache")
-        return self._pool.submit(self._forked.run, self.program, settings, environment, timeout=SECONDS)
+        return self._pool.submit(
+            self._forked.run, program or self.program, settings, environment, timeout=SECONDS
+        )
 
     def clipkit(self, *arguments: str) -> None:
         """Run a clipkit command."""
@@ -67,7 +69,9 @@ class Trainings:
         ended = self._forked.run("clipkit/__main__.py", arguments, environment, timeout=SECONDS)
         assert ended.returncode == 0, ended.stderr[-3000:]
 
-    def start_ranks(self, world: int, out: Path, *more: str) -> "list[Future[Ended]]":
+    def start_ranks(
+        self, world: int, out: Path, *more: str, program: str = "", **environment: str
+    ) -> "list[Future[Ended]]":
         """Train on several ranks in the background."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -77,7 +81,8 @@ class Trainings:
             "LOCAL_WORLD_SIZE": str(world),
         }  # fmt: skip
         places = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
-        return [self.start(out, *more, **meeting, **place) for place in places]
+        meeting |= environment
+        return [self.start(out, *more, program=program, **meeting, **place) for place in places]
 
     def run_ranks(self, world: int, out: Path, *more: str, status: int = 0) -> list[str]:
         """Train on several ranks and return the stderr of each."""

@@ -62,7 +62,7 @@ class Job:
             "ENVIRONMENT": str(programs.parent), "CONFIG": "configs/quickstart.toml", "DATA": str(pairs),
             "OUT": str(self.out), "PORT": str(port), "SETTINGS": settings, "OMP_NUM_THREADS": "1",
             "SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node[1]",
-            "SLURM_GPUS_ON_NODE": "2",
+            "SLURM_GPUS_ON_NODE": "2", "CACHE": str(folder / "cache"), "INDEX_CACHE": str(folder / "index"),
         }  # fmt: skip
 
     def start(self, restarts: int) -> "subprocess.Popen[bytes]":
@@ -131,9 +131,15 @@ def test_kubernetes_manifest_is_consistent() -> None:
     used = {word for word in known if f"${word}" in program}
     assert used == known - {
         "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+        "PYTORCH_ALLOC_CONF", "CLIPKIT_CACHE",
     }  # fmt: skip
     done = subprocess.run([shell, "-n", "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and options == "-euc", done.stderr
     assert load_config(ROOT / settings["data"]["CONFIG"])
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    caches = [settings["data"][name] for name in ("CLIPKIT_CACHE", "CLIPKIT_INDEX_CACHE")]
+    assert "emptyDir" in volumes[mounts[caches[0]]]  # of the node
+    assert "persistentVolumeClaim" in volumes[mounts[str(Path(caches[1]).parent)]]  # of all nodes
     grace = pod["terminationGracePeriodSeconds"]
     assert int(settings["data"]["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < grace

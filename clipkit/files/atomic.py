@@ -4,6 +4,7 @@ import errno
 import fcntl
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -58,7 +59,8 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of file systems without locks
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)  # of filesystems without locks
+_without_locks: set[str] = set()  # folders about which a warning was printed
 _held: set[str] = set()  # locks held by threads of this process, which record locks do not distinguish
 _guard = threading.Lock()
 
@@ -81,14 +83,17 @@ class FileLock:
     Args:
         path: the lock file; it contains the name of the holder and is removed on release.
         note: text appended to the name of this process.
+        optional: whether a filesystem without locks, such as Lustre without ``flock``, causes a warning instead of
+            an error; then nothing is locked against other processes.
 
     Attributes:
         holder: the holder when ``try_acquire`` returned False, such as "process 17 on node3"; may be empty.
     """
 
-    def __init__(self, path: Path, *, note: str = "") -> None:
+    def __init__(self, path: Path, *, note: str = "", optional: bool = False) -> None:
         self._path = str(path.absolute())
         self._note = note
+        self._optional = optional
         self._descriptor = -1
         self.holder = ""
 
@@ -96,7 +101,7 @@ class FileLock:
         """Take the lock if it is free, without waiting.
 
         Raises:
-            OSError: the file cannot be created, or the file system does not support locks.
+            OSError: the file cannot be created, or the filesystem does not support locks and must.
         """
         with _guard:
             if self._path in _held:
@@ -139,7 +144,12 @@ class FileLock:
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
         kept = False
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in _NO_LOCKS or not self._optional:
+                    raise
+                self._warn()
             kept = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
             if kept:
                 with suppress(OSError):  # a full disk; the name is only for messages
@@ -158,6 +168,16 @@ class FileLock:
                 os.close(descriptor)
         return descriptor if kept else None
 
+    def _warn(self) -> None:
+        folder = str(Path(self._path).parent)
+        if folder not in _without_locks:
+            _without_locks.add(folder)
+            print(
+                f"warning: {folder} is on a filesystem without file locks: make sure that no other process writes "
+                "there",
+                file=sys.stderr,
+            )
+
     def release(self) -> None:
         """Remove the file and release the lock; does nothing if this object does not hold it."""
         if self._descriptor < 0:
@@ -173,7 +193,7 @@ class FileLock:
 
 @contextmanager
 def lock_output(out: Path, command: str, *, lock: Path | None = None, timeout: float = 0.0) -> Iterator[None]:
-    """Lock a file or folder while a command writes it. On file systems without locks, nothing is locked.
+    """Lock a file or folder while a command writes it. A filesystem without locks causes a warning.
 
     Args:
         out: the file or folder.
@@ -185,16 +205,12 @@ def lock_output(out: Path, command: str, *, lock: Path | None = None, timeout: f
         ConfigError: another process is writing to ``out``.
         OSError: the lock file cannot be created.
     """
-    file_lock = FileLock(lock or out.with_name(f".{out.name[:200]}.lock"))
-    try:
-        if not file_lock.acquire(lambda: None, timeout=timeout):
-            holder = f" ({file_lock.holder})" if file_lock.holder else ""
-            raise ConfigError(
-                f"another {command}{holder} is writing to {out}: wait for it, or use another output"
-            )
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise
+    file_lock = FileLock(lock or out.with_name(f".{out.name[:200]}.lock"), optional=True)
+    if not file_lock.acquire(lambda: None, timeout=timeout):
+        holder = f" ({file_lock.holder})" if file_lock.holder else ""
+        raise ConfigError(
+            f"another {command}{holder} is writing to {out}: wait for it, or use another output"
+        )
     try:
         yield
     finally:

@@ -31,6 +31,7 @@ from clipkit.model.towers import (
     Rows,
     Transformer,
     at_least_float32,
+    copy_to_device,
     initialize_block,
 )
 
@@ -251,7 +252,7 @@ class CaptionDecoder(Transformer):
         # on the host if lengths are given, to avoid a synchronization
         ends = captions.argmax(dim=-1).cpu().numpy() if lengths is None else np.array(lengths) - 1
         predicted = np.flatnonzero(np.arange(count) < ends[:, None])
-        index = torch.from_numpy(predicted).to(device, non_blocking=True)  # (N,)
+        index = copy_to_device(torch.from_numpy(predicted), device)  # (N,)
         hidden = self.hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
         return hidden, targets.flatten()[index], index // count
 

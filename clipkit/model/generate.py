@@ -13,7 +13,7 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.splitmix import MASK, mix
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import Cached, at_least_float32
+from clipkit.model.towers import Cached, at_least_float32, widest_dtype
 from clipkit.model.zero_shot import evaluating
 
 
@@ -224,12 +224,13 @@ def _beam_search(prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, bea
     best: list[tuple[float, list[int]]] = [
         (-math.inf, [])
     ] * count  # finished ones: mean of log p, and tokens
-    sums = torch.zeros(count, 1, dtype=torch.float64, device=tokens.device)  # (B, K) of log p
+    wide = widest_dtype(tokens.device)
+    sums = torch.zeros(count, 1, dtype=wide, device=tokens.device)  # (B, K) of log p
     rows: Tensor | None = None
     for generated in range(1, longest + 1):
         logits = prefixes.extend(tokens, rows)  # (BK, V)
         width = sums.shape[1]
-        sums = sums - logits.logsumexp(dim=-1).double().view(count, width)
+        sums = sums - logits.logsumexp(dim=-1).to(wide).view(count, width)
         ended = sums + logits[:, end].view(count, width)
         for number, (value, beam) in enumerate(zip(*map(Tensor.tolist, ended.max(dim=1)), strict=True)):
             if value / generated > best[number][0]:

@@ -162,9 +162,7 @@ def pack(
     ascending = [lengths[row] for row in order]
     counts = tuple((len(list(same)), length) for length, same in groupby(ascending))
     assert not ascending or (ascending[0] >= 1 and ascending[-1] <= longest), (ascending, longest)
-    both = torch.tensor([order, ascending], dtype=torch.int64)
-    both = (both.pin_memory() if device.type == "cuda" else both).to(device, non_blocking=True)
-    rows_of, sizes = both  # (B,) each
+    rows_of, sizes = copy_to_device(torch.tensor([order, ascending], dtype=torch.int64), device)  # (B,) each
     total = sum(ascending)
     starts = F.pad(sizes.cumsum(0), (1, 0))  # (B + 1,)
     texts = torch.arange(len(order), device=device)
@@ -227,6 +225,19 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
 
 Rows: TypeAlias = Padded | Packed
 Kernel: TypeAlias = Callable[["ResidualAttentionBlock", Tensor, Rows], Tensor]
+
+
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the host without waiting for the device, which needs page-locked memory."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
+_WITHOUT_FLOAT64 = {"mps"}  # devices
+
+
+def widest_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, or float32 on Apple GPUs, which have no float64."""
+    return torch.float32 if device.type in _WITHOUT_FLOAT64 else torch.float64
 
 
 def at_least_float32(values: Tensor) -> Tensor:

@@ -112,7 +112,7 @@ class Caption(Term):
         batch = draw.batch
         inputs: dict[str, Any] = {"captions": batch.tokens, "lengths": batch.lengths}
         if self.parallel:
-            rows = batch.rows.to(batch.tokens.device)
+            rows = batch.rows
             inputs["parallel"] = chosen_rows(seed=draw.seed, rows=rows, fraction=self.parallel)
         return inputs, sum(min(length - 1, self.length) for length in batch.lengths)
 

@@ -49,7 +49,7 @@ class ImageGpt(Term):
         pixels = vision.image_size**2
         if vision.causal:
             return {}, len(batch.images) * pixels
-        rows, keep = batch.rows.to(batch.images.device), max(1, round(self.fraction * pixels))
+        rows, keep = batch.rows, max(1, round(self.fraction * pixels))
         chosen = kept_patches(seed=draw.seed, rows=rows, patches=pixels, keep=keep)
         return {"chosen": chosen}, chosen.numel()
 

@@ -76,7 +76,7 @@ class Masked(Term):
             side=draw.shape.vision.size_step,
             fraction=self.fraction,
             seed=draw.seed,
-            rows=batch.rows.to(batch.images.device),
+            rows=batch.rows,
         )
         if self.target == "features":
             tokens = draw.teach().tokens

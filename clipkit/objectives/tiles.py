@@ -26,6 +26,7 @@ from clipkit.distributed import (
     sum_over_ranks,
     world_size,
 )
+from clipkit.model.towers import widest_dtype
 
 _TILE = 1 << 22  # logits that exist at a time,
 _LEAST_ROWS = 128  # but no fewer rows than these: each tile reads and writes all texts' gradients
@@ -315,11 +316,11 @@ class PositivePairs:
 
 
 def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Tensor:
-    """Return the entropy of targets, (N,) float64.
+    """Return the entropy of targets, (N,) of the dtype of ``compared``.
 
     Args:
         positives: (N,) over how many texts each target is uniform.
-        compared: (N,) float64 number of texts.
+        compared: (N,) number of texts, of the ``widest_dtype``.
         smoothing: probability that is spread evenly over all texts.
     """
     rest = smoothing / compared
@@ -338,7 +339,7 @@ def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
 
     Returns:
         (N,) int64 pairs that agree with each in at least one identity, including itself (1 with "negatives"), and
-        (N,) float64 pairs that it is compared with.
+        (N,) pairs that it is compared with, of the ``widest_dtype``.
     """
     counts = counts_of_rows(len(identities))
     alike = identities.new_ones(sum(counts))
@@ -351,4 +352,4 @@ def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
                 alike += times[group] * (-1) ** (size + 1)
     rows = len(alike)
     left = rows - alike + 1 if same == "ignored" else torch.full_like(alike, rows)
-    return alike, left.double()
+    return alike, left.to(widest_dtype(left.device))

@@ -24,7 +24,7 @@ from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import at_least_float32, draws
+from clipkit.model.towers import at_least_float32, draws, widest_dtype
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
@@ -85,7 +85,7 @@ class Views(Term):
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
         """Return the arguments of ``total`` and the number of images."""
         teaching, images = draw.teach(), draw.batch.images
-        rows = draw.batch.rows.to(images.device)
+        rows = draw.batch.rows
         texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
         inputs = {
             "boxes": drawn_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
@@ -134,7 +134,8 @@ def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -
         area: least and greatest area of a box, as fractions of the image's.
     """
     numbers = draws(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
-    sizes, aspects, lefts, tops = ((numbers >> 11) & (2**53 - 1)).double().div_(2**53).unbind(-1)
+    uniform = ((numbers >> 11) & (2**53 - 1)).to(widest_dtype(rows.device)).div_(2**53)
+    sizes, aspects, lefts, tops = uniform.unbind(-1)
     sizes = area[0] + (area[1] - area[0]) * sizes
     aspects = _ASPECT ** (2 * aspects - 1)
     widths = (sizes * aspects).sqrt().clamp(max=1)

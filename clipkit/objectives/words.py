@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from clipkit.config import Config, require
 from clipkit.distributed import sum_over_ranks
 from clipkit.model.architectures import TextArchitecture
-from clipkit.model.towers import at_least_float32, words_of
+from clipkit.model.towers import at_least_float32, widest_dtype, words_of
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import mean_over_rows, tile_height
 
@@ -60,7 +60,8 @@ class Words(Objective):
 
     def floor(self, targets: Targets, text_rows: int) -> float:
         """Return the mean of ln n over captions of n distinct words."""
-        entropies = (_distinct_words(targets.tokens) >= 0).sum(1).clamp(min=1).double().log()
+        counts = (_distinct_words(targets.tokens) >= 0).sum(1).clamp(min=1)
+        entropies = counts.to(widest_dtype(counts.device)).log()
         sums = torch.stack([entropies.sum(), torch.ones_like(entropies).sum()])
         total, count = sum_over_ranks(sums).tolist()
         return float(total / count)

@@ -27,7 +27,7 @@ from clipkit.errors import DataError
 from clipkit.files import write_atomic
 from clipkit.samples.base import find_image
 from clipkit.samples.image_types import IMAGE_EXTENSIONS
-from clipkit.samples.remote.cache import cache_folder
+from clipkit.samples.remote.cache import index_folder
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import TruncatedError, sample_name, tar_files
 
@@ -261,7 +261,7 @@ def index_place(shard: ShardFile) -> Path:
     """
     identity = f"{INDEX_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
     digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
-    return cache_folder() / "index" / digest[:2] / f"{digest}.index"
+    return index_folder() / "index" / digest[:2] / f"{digest}.index"
 
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
@@ -277,9 +277,20 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
     return None
 
 
+def is_indexed(shard: ShardFile, *, truncated: str = "error") -> bool:
+    """Return whether a shard has a stored index, without reading the index."""
+    path = index_place(shard)
+    return path.is_file() or (truncated == "use" and path.with_suffix(".truncated").is_file())
+
+
+def is_indexable(shard: ShardFile) -> bool:
+    """Return whether the index of a shard is stored; not that of a pipe, whose output may change between runs."""
+    return shard.size >= 0 or bool(shard.version)
+
+
 def keep_index(shard: ShardFile, index: ShardIndex) -> None:
-    """Store an index in the cache folder if possible; not that of a pipe, whose output may change between runs."""
-    if shard.size < 0 and not shard.version:
+    """Store an index in the cache folder if possible, see ``is_indexable``."""
+    if not is_indexable(shard):
         return
     path = index_place(shard)
     if index.truncated:

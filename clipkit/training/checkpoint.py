@@ -98,7 +98,8 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
         created = [folder for folder in (run, *run.parents) if not folder.exists()]
         run.mkdir(parents=True, exist_ok=True)
         action = "written"
-        lock = FileLock(run / _LOCK, note=f" under torchrun, process {launcher}" if launcher else "")
+        note = f" under torchrun, process {launcher}" if launcher else ""
+        lock = FileLock(run / _LOCK, note=note, optional=True)
         _acquire(lock, run)
     except OSError as error:
         raise ConfigError(f"out = {shown(str(run))} cannot be {action}: {error.strerror}") from error

@@ -12,6 +12,8 @@ from clipkit.errors import CheckpointError
 from clipkit.model.clip import CLIP
 from clipkit.training.parallel import drop_gathered, local_part, put
 
+_SWAPPED_BYTES = 256 << 20  # of weights that are exchanged at a time, which a copy needs as temporary memory
+
 
 class AveragedWeights:
     """A moving average of a model's weights: average ← average + (1 − d) (weights − average) after each update.
@@ -83,7 +85,7 @@ class AveragedWeights:
     def applied(self) -> Iterator[None]:
         """Give the model the averaged weights, and afterwards its own, bit for bit.
 
-        Values are exchanged, which takes no memory. Do not update the model meanwhile.
+        Values are exchanged, which takes memory for a few weights only. Do not update the model meanwhile.
         """
         self._swap_weights()
         try:
@@ -93,13 +95,20 @@ class AveragedWeights:
 
     @torch.no_grad()
     def _swap_weights(self) -> None:
-        """Exchange values in place, since FSDP and DDP hold the memory of the weights."""
-        for weight, average in zip(
-            self._local_parts(self._weights), self._local_parts(self._averages), strict=True
-        ):
-            weight_copy = weight.clone()
-            weight.copy_(average)
-            average.copy_(weight_copy)
+        """Exchange values in place, since FSDP and DDP hold the memory of the weights; many at a time, since a GPU
+        starts each operation separately."""
+        pairs = list(zip(self._local_parts(self._weights), self._local_parts(self._averages), strict=True))
+        while pairs:
+            size, taken = 0, 0
+            while taken < len(pairs) and (size := size + pairs[taken][0].nbytes) <= _SWAPPED_BYTES:
+                taken += 1
+            taken = max(1, taken)
+            weights, averages = map(list, zip(*pairs[:taken], strict=True))
+            pairs = pairs[taken:]
+            copies = [torch.empty_like(weight) for weight in weights]
+            torch._foreach_copy_(copies, weights)
+            torch._foreach_copy_(weights, averages)
+            torch._foreach_copy_(averages, copies)
         drop_gathered(self._model)
 
     @staticmethod

@@ -282,6 +282,8 @@ def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
 # Stopping: signals ask to save and exit, and a rank ends with its launcher.
 
 _PARENT_SECONDS = 0.2  # between two checks that the launcher is alive
+_STUCK_SECONDS = 20.0  # after SIGTERM until a rank that does not react is ended
+_PROBE_SECONDS = 1.0  # between two checks that it reacts
 
 
 def loss_after(saved: int) -> str:
@@ -294,6 +296,10 @@ class StopRequest:
 
     Cluster schedulers usually send SIGUSR1 before a job's time is up. A second Ctrl-C exits at once, and so does
     the first signal if there is nothing to save.
+
+    A rank that waits in C++ for a rank that has died cannot react to SIGTERM, which torchrun sends in this case.
+    ``is_stuck`` detects this by sending SIGURG, which is handled as soon as the main thread runs Python code or
+    waits in it.
 
     Attributes:
         number: number of the signal received, or 0. The program's exit status is 128 + this number.
@@ -308,6 +314,10 @@ class StopRequest:
         self._signalled = False
         self.otherwise = "no step was made; the same command starts again"
         self._owner = os.getpid()  # loader processes leave signals to the trainer
+        self._terminated = False
+        self._reacted = self._probed = time.monotonic()
+        self._step_ends = (-math.inf, -math.inf, time.monotonic())
+        signal.signal(signal.SIGURG, self._react)
         for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if (
                 signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN
@@ -325,7 +335,32 @@ class StopRequest:
         with suppress(BlockingIOError):
             numbers = os.read(self._arrived, 4096)  # of other signals too, such as SIGCHLD
             self._signalled |= any(signal.getsignal(signal_number) == self._ask for signal_number in numbers)
+            if signal.SIGTERM in numbers and not self._terminated:
+                self._terminated, self._reacted = True, time.monotonic()
         return self._signalled or self.agreed
+
+    def finish_step(self, *, agreed: bool) -> None:
+        """State that a step is done, and whether all ranks have agreed to stop after it."""
+        self.agreed = agreed
+        self._step_ends = (*self._step_ends[1:], time.monotonic())
+
+    def is_stuck(self) -> bool:
+        """Return whether the main thread has not reacted since SIGTERM, for longer than three of its steps take.
+
+        Called often by the thread that watches the launcher, after ``leaving``.
+        """
+        now = time.monotonic()
+        if not self._terminated or self.agreed:
+            return False
+        if now - self._probed > _PROBE_SECONDS:
+            self._probed = now
+            main_thread = threading.main_thread().ident
+            assert main_thread is not None
+            signal.pthread_kill(main_thread, signal.SIGURG)
+        before, middle, last = self._step_ends
+        step_seconds = min(last - middle, middle - before)  # one of the two may include scoring or saving
+        patience = max(_STUCK_SECONDS, 3 * step_seconds) if math.isfinite(step_seconds) else _STUCK_SECONDS
+        return now - self._reacted > patience
 
     @property
     def asked(self) -> bool:
@@ -338,6 +373,9 @@ class StopRequest:
         self.otherwise = otherwise
         if self.asked and not saves:
             raise Stopped(self.number, otherwise)
+
+    def _react(self, signal_number: int, frame: FrameType | None) -> None:
+        self._reacted = time.monotonic()
 
     def _ask(self, signal_number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
@@ -352,8 +390,8 @@ def launcher_of(parent: int) -> int | None:
     return parent if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
-def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
-    """End this process, as ``kill -9`` would, as soon as its launcher has died.
+def end_with_launcher(parent: int, stop: StopRequest) -> None:
+    """End this process, as ``kill -9`` would, as soon as its launcher has died, or if it is stuck after SIGTERM.
 
     Without its launcher a rank is neither stopped nor restarted, and it keeps its run folder locked. A process
     without a launcher is not affected: under ``nohup`` or ``setsid`` it outlives its parent on purpose. Nothing is
@@ -361,22 +399,24 @@ def end_with_launcher(parent: int, *, leaving: Callable[[], bool]) -> None:
 
     Args:
         parent: ID of the parent process, read when this process started.
-        leaving: whether this process is about to save and exit, which it may finish.
+        stop: whether this process is about to save and exit, which it may finish, and whether it is stuck.
     """
     launcher = launcher_of(parent)
     environment = os.environ
-    if launcher is None:
+    if launcher is None and environment.get("WORLD_SIZE", "1") == "1":
         return
 
-    def end() -> None:
+    def end(reason: str = "torchrun has died, so its ranks end", *, status: int = 1) -> None:
         if environment.get("LOCAL_RANK") == "0":
             with suppress(OSError):
                 advice = "the last checkpoint is kept, and the same command resumes"
-                os.write(2, f"error: torchrun has died, so its ranks end; {advice}\n".encode())
-        os._exit(1)
+                os.write(2, f"error: {reason}; {advice}\n".encode())
+        os._exit(status)
 
     def watch() -> None:
-        while os.getppid() == launcher or leaving():
+        while stop.leaving() or launcher is None or os.getppid() == launcher:
+            if stop.is_stuck():
+                end("SIGTERM while waiting for another rank", status=128 + signal.SIGTERM)
             time.sleep(_PARENT_SECONDS)
         end()
 

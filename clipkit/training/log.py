@@ -29,11 +29,13 @@ from clipkit.training.checkpoint import LoopState
 from clipkit.training.costs import flops_of_steps, measured_peak
 from clipkit.training.guards import append_bad_samples, bad_fraction, drop_lines_after
 from clipkit.training.metrics import Profile, StepMetrics, Stopwatch
+from clipkit.training.ranks import RankClock
 from clipkit.training.step import TrainingStep
 
 _PLAIN_EVERY_SECONDS = 10.0
 _BAD_EVERY_SECONDS = 60.0
 _BAD_ONE_BY_ONE = 5
+_SLOW_RANKS = 10  # about which lines are printed
 _MAX_CAUSES = 1000  # that are counted; those with a number in them are all different
 
 
@@ -93,6 +95,8 @@ class Log:
         self._flops: Callable[[Sequence[int], int, Sequence[int]], int] | None = None
         self.watch = Stopwatch(device)
         self._rates = StepMetrics(self.watch, device=device, ranks=world_size())
+        self._rank_clock = RankClock(sharded=config.sharding != "none")
+        self._reported_ranks: set[tuple[int, str]] = set()  # slow ranks and causes that were printed
 
     def leave_out(self) -> None:
         """Do not count the time since the last step in the rates."""
@@ -168,7 +172,17 @@ class Log:
             DataError: the file cannot be written, for example on a full disk.
         """
         metrics = {**figures, **state.figures(), **self._rates.read(), "transfer_time": transfer_time}
-        self._progress.update(state.step, metrics)
+        ranks = self._rank_clock.exchange(self._rates.phases)
+        slow = ""
+        if ranks is not None:
+            metrics |= {"slowest_rank": ranks.slowest, "slowest_excess": ranks.excess}
+            if ranks.is_slow:
+                slow = f"rank {ranks.slowest} +{ranks.excess:.0%} {ranks.cause}"
+                fault = ranks.slowest, ranks.cause
+                if fault not in self._reported_ranks and len(self._reported_ranks) < _SLOW_RANKS:
+                    self._reported_ranks.add(fault)
+                    self.print_line(ranks.describe())
+        self._progress.update(state.step, metrics, slow)
         data = self._config.data
         if line := self._rates.explain_waiting(data.workers, ", ".join(data.shown_sources)):
             self.print_line(line)
@@ -177,7 +191,8 @@ class Log:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps({"step": state.step, **metrics}) + "\n")
+            by_rank = {} if ranks is None else {"ranks": ranks.record()}
+            self._file.write(json.dumps({"step": state.step, **metrics, **by_rank}) + "\n")
             self._file.flush()
         except OSError as error:
             raise DataError(f"{self._file.name} cannot be written: {error.strerror}") from error
@@ -302,15 +317,15 @@ class ProgressLine:
         if self._live:
             self._bar.update(self._task, completed=step)
 
-    def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the metrics of a step."""
+    def update(self, step: int, metrics: Mapping[str, float], slow: str = "") -> None:
+        """Show the metrics of a step, and the rank that the others wait for, if any."""
         waiting = metrics["data_time"] / metrics["batch_time"] if metrics["batch_time"] else 0.0
         levels = [f"{name} {metrics[name]:.2f}" for name in ("chance", "floor") if name in metrics]
         chance = f" ({', '.join(levels)})" if levels else ""
         text = (
             f"loss {metrics['loss']:.3f}{chance} "
             f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "
-            f"scale {metrics['scale']:.1f}"
+            f"scale {metrics['scale']:.1f}{f' {slow}' if slow else ''}"
         )
         now = time.monotonic()
         self._newest, self._printed = f"step {step}/{self._steps} {text}", False

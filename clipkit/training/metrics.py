@@ -74,11 +74,13 @@ class StepMetrics:
 
     Attributes:
         peak: FLOP/s that one rank's device reaches; 0 before ``measure_peak``: no MFU.
+        phases: seconds of a step that this rank spent in each phase, of the last reading.
     """
 
     def __init__(self, watch: Stopwatch, *, device: torch.device, ranks: int) -> None:
         self._watch, self._device, self._ranks = watch, device, ranks
         self.peak = 0.0
+        self.phases = dict.fromkeys(PHASES, 0.0)
         self._measure: Callable[..., float] | None = None
         self._measured = 0
         self._steps, self._samples, self._flops = 0, 0, 0
@@ -113,6 +115,7 @@ class StepMetrics:
         phases = self._watch.read()
         elapsed = sum(phases.values())
         steps = max(1, self._steps)
+        self.phases = {name: phases.get(name, 0.0) / steps for name in PHASES}
         rate = self._samples / elapsed if elapsed else 0.0
         if self._device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self._device)
@@ -123,7 +126,7 @@ class StepMetrics:
             "samples_per_second": rate,
             "samples_per_second_per_gpu": rate / self._ranks,
             "batch_time": elapsed / steps,
-            **{f"{name}_time": phases.get(name, 0.0) / steps for name in PHASES},
+            **{f"{name}_time": seconds for name, seconds in self.phases.items()},
             "memory_gib": memory / _GIB,
         }
         if self.peak and self._flops and elapsed:

@@ -23,7 +23,7 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import kept_patches
+from clipkit.model.towers import copy_to_device, kept_patches, widest_dtype
 from clipkit.model.zero_shot import evaluating, zero_shot_classifier
 from clipkit.objectives import (
     Objective,
@@ -67,8 +67,8 @@ class LocalTerms:
     Attributes:
         terms: K terms by name.
         inputs: arguments of each term by name, each a tensor or a sequence of B rows.
-        weights: (K,) float64.
-        counts: (K,) float64, their numbers of targets in the global batch.
+        weights: (K,) of the ``widest_dtype``.
+        counts: (K,) of the same dtype, their numbers of targets in the global batch.
     """
 
     terms: Mapping[str, Term]
@@ -487,7 +487,7 @@ class TrainingStep:
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
             inputs["patches"] = kept_patches(
                 seed=seed_of(self.seed, step),
-                rows=batch.rows.to(batch.images.device),
+                rows=batch.rows,
                 patches=counts[0],
                 keep=counts[1],
             )
@@ -538,7 +538,7 @@ class TrainingStep:
             return None
         images, texts = batch.teacher
         assert texts is not None
-        scale = torch.tensor(self.distill.scale, device=images.device)
+        scale = torch.full((), self.distill.scale, device=images.device)
         return Teaching(images=images, texts=texts, scale=scale)
 
     def _local_terms(self, batch: Batch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
@@ -553,8 +553,8 @@ class TrainingStep:
             inputs[name], count = term.inputs(draw)
             counts.append(float(count))
         device = batch.tokens.device
-        both = torch.tensor([counts, [float(term.weight) for term in terms.values()]], dtype=torch.float64)
-        local_counts, weights = both.to(device, non_blocking=True)
+        both = torch.tensor([counts, [term.weight for term in terms.values()]], dtype=widest_dtype(device))
+        local_counts, weights = copy_to_device(both, device)
         return LocalTerms(terms=terms, inputs=inputs, weights=weights, counts=sum_over_ranks(local_counts))
 
     def figures(self, batch: Batch, features: Features) -> dict[str, float]:

@@ -60,6 +60,10 @@ class Adafactor(AdafactorBigVision):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one update and return the result of ``closure``."""
         for parameter in (candidate for group in self.param_groups for candidate in group["params"]):
+            if state := self.state.get(
+                parameter
+            ):  # read in each step: on a GPU each reading would wait for it
+                state["step"] = state["step"].cpu()
             if is_sharded(parameter) and parameter.grad is not None and parameter not in self.state:
                 expected = self.expected_state(parameter)
                 step = torch.zeros((), dtype=torch.float32)

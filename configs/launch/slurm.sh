@@ -11,7 +11,7 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=96
 #SBATCH --time=24:00:00
-#SBATCH --signal=B:USR1@180
+#SBATCH --signal=B:USR1@660
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=clipkit-%j.log
@@ -25,6 +25,10 @@ DATA=${DATA:-'/data/pairs/{00000..41455}.tar'}
 OUT=${OUT:-$REPOSITORY/runs/${SLURM_JOB_NAME:-clipkit}}  # an existing run is continued
 PORT=${PORT:-29500}
 SETTINGS=${SETTINGS:-}                            # further settings, such as "data.groups=64 steps=200000"
+CACHE=${CACHE:-${TMPDIR:-/tmp}/clipkit-$(id -un)}  # on each node's own disk: downloaded shards
+INDEX_CACHE=${INDEX_CACHE:-$REPOSITORY/cache}     # shared by all nodes: indexes of shards
+GPUS=${SLURM_GPUS_ON_NODE:-8}
+WORKERS=${WORKERS:-$((${SLURM_CPUS_ON_NODE:-96} / GPUS - 1))}  # loader processes per GPU; 1 core is for the rank
 # INTERFACE=ib0                                   # if nodes have several networks: the one that ranks talk over
 
 cd "$REPOSITORY"
@@ -33,21 +37,34 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
 if [[ -n ${INTERFACE:-} ]]; then
     export NCCL_SOCKET_IFNAME=$INTERFACE GLOO_SOCKET_IFNAME=$INTERFACE
 fi
-# Seconds that torchrun gives its ranks to save after SIGTERM before it kills them; its default is 30.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150
+export CLIPKIT_CACHE=$CACHE CLIPKIT_INDEX_CACHE=$INDEX_CACHE
+# Captions have other lengths in each step: memory is reused better.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
+# Where ranks write what they were waiting for if a collective times out.
+mkdir -p "$INDEX_CACHE/traces"
+export TORCH_FR_DUMP_TEMP_FILE=$INDEX_CACHE/traces/${SLURM_JOB_ID}_rank_
+# Seconds that torchrun gives its ranks to save after SIGTERM before it kills them; its default is 30. They may have to
+# finish one checkpoint and write another. A rank that waits for a dead one ends after 20 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
 # Needed for a restarted torchrun to find the ranks of the others (torch 2.15).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 read -r -a settings <<<"$SETTINGS"
+[[ $SETTINGS == *data.workers=* ]] || settings+=("data.workers=$WORKERS")
+binding=()
+if command -v numactl >/dev/null; then
+    binding=(--numa-binding node) # each rank and its loader run on the cores next to its GPU
+fi
 command=(
     torchrun
     --nnodes "$SLURM_JOB_NUM_NODES"
-    --nproc-per-node "${SLURM_GPUS_ON_NODE:-8}"
+    --nproc-per-node "$GPUS"
     --max-restarts 3
     --rdzv-backend c10d
     --rdzv-id "$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
     --rdzv-endpoint "$first:$PORT"
+    ${binding[@]+"${binding[@]}"}
     train.py "$CONFIG" "data.train=$DATA" "out=$OUT" ${settings[@]+"${settings[@]}"}
 )
 echo "$(date --iso-8601=seconds) ${command[*]}"

@@ -39,6 +39,8 @@ from clipkit.samples import (
     decode_text,
     find_image,
     image_format,
+    is_indexable,
+    is_indexed,
     is_json,
     pack_arrays,
     read_arrays,
@@ -47,7 +49,7 @@ from clipkit.samples import (
     value_at,
     write_arrays,
 )
-from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text, shard_cache
+from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text, shard_cache
 from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed
 from data.options import IndexOptions
 from data.selection import OUTSIDE, SelectedShard, Selection
@@ -266,6 +268,8 @@ _MAX_STATED = 1 << 31  # samples; an index cannot contain more
 _FIRST = 8  # shards of which one must have a sample with the needed members
 _ALONE = 4  # up to this many shards are counted in this process
 _MAX_PROCESSES = 32
+_REMOTE_PROCESSES = 4  # per core, since they mostly wait for a store
+_MOST_UNCOUNTED = 1000  # remote shards that training counts itself
 _MAX_NAMES = 1000  # of members counted per shard; with dots in file names there may be as many as members
 _UNDER_WAY = 4  # shards submitted per process
 
@@ -325,7 +329,10 @@ def _count_shards(
         for index in range(1, len(shards)):
             yield index, _count(shards[index], selection, cache, stats)
         return
-    processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
+    processes = len(os.sched_getaffinity(0))
+    if any(shard.is_remote for shard in shards):
+        processes *= _REMOTE_PROCESSES
+    processes = min(processes, _MAX_PROCESSES)
     context = get_context("fork")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_initialize_process) as pool:
         running: dict[Future[Census], int] = {}
@@ -344,6 +351,25 @@ def _count_shards(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
+def _require_index(shards: Sequence[ShardFile], selection: Selection) -> None:
+    """Raise DataError if training would have to download or scan very many shards before the first step."""
+    uncounted = [
+        shard
+        for shard in shards
+        if shard.is_remote and is_indexable(shard) and not is_indexed(shard, truncated=selection.truncated)
+    ]
+    if len(uncounted) <= _MOST_UNCOUNTED:
+        return
+    some = [uncounted[i * (len(uncounted) - 1) // 2] for i in range(3)]
+    if selection.counts_stated and all(_read_stated_count(shard) is not None for shard in some):
+        return
+    raise DataError(
+        f"{len(uncounted):,} remote shards have no index, and training would wait until all are read: run "
+        "`python -m data index SOURCE` once, on one machine, with CLIPKIT_INDEX_CACHE set to a folder that all "
+        "machines share"
+    )
+
+
 def _initialize_process() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -351,12 +377,11 @@ def _initialize_process() -> None:
 
 
 def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, stats: bool) -> Census:
-    plain = not selection.reads_json and selection.fraction == 1
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
     if (
         stats
-        and plain
+        and selection.counts_stated
         and stored_index(shard) is None
         and (recorded := _read_stated_count(shard)) is not None
     ):
@@ -629,10 +654,12 @@ def make_manifest(
     name = hashlib.sha256(json.dumps([_VERSION, [len(source) for source in sources], *rules]).encode())
     for shard in shards:
         name.update(repr((shard.url, shard.size, shard.version)).encode())
-    path = cache_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
+    path = index_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
     stored = Manifest.load(path)
     if stored is not None and (stats or not stored.stated):
         return stored
+    if stats:
+        _require_index(shards, selection)
     by_shard: dict[int, Census] = {}
     samples = complete = 0  # ``complete`` have the needed members, but are not used
     lacking = {f"without {member}" for member in selection.need}
@@ -691,7 +718,7 @@ def run_index(options: IndexOptions) -> int:
     from data.sources import find_shards  # which packs tables, with libraries that training does not need
 
     began = time.monotonic()
-    folder = cache_folder()
+    folder = index_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):  # an unwritable cache would be ignored
         pass

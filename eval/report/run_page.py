@@ -57,6 +57,7 @@ _HEADLINES = 4
 _CHARTS = 16  # of scores; the table has all of them
 _SNAPSHOTS = 5  # per dataset
 _BAD_SAMPLES = 5
+_RANKS = 8  # the slowest ones
 _SMOOTHED = 50  # about how many independent values a smoothed curve keeps
 _MANY = 2 * _SMOOTHED  # shorter curves are drawn as they are
 _LEAST_RANGE = 0.2  # of cosines over the color scale, so that the noise of an untrained model stays pale
@@ -86,6 +87,7 @@ class RunFolder:
         snapshots: at most five per dataset, evenly spaced, with the first and the last.
         bad_samples: number of samples that could not be used.
         first_bad: shard, key and cause of the first few.
+        ranks: milliseconds per step of the slowest ranks at the end, by the name of the rank and of the phase.
         notes: notes on missing or broken files.
     """
 
@@ -100,6 +102,7 @@ class RunFolder:
     snapshots: Mapping[str, Sequence[Snapshot]]
     bad_samples: int
     first_bad: Sequence[tuple[str, str, str]]
+    ranks: Mapping[str, Mapping[str, float]]
     notes: Sequence[str]
 
     def curve(self, metric: str) -> Sequence[Point]:
@@ -156,10 +159,12 @@ def _read(run: Path) -> RunFolder:
 
     columns: dict[str, dict[int, float]] = {name: {} for name in _METRICS}
     not_finite: set[str] = set()
+    ranks: Mapping[str, Mapping[str, float]] = {}
     for line in json_lines(run / "metrics.jsonl", notes, "the curves of the training are not shown"):
         step = whole(line.get("step"))
         if step is None:
             continue
+        ranks = _slowest_ranks(line.get("ranks")) or ranks
         terms = {name for name in line if name.startswith(_TERM)} - {_LOSS_TIME}
         columns.update({name: {} for name in line if name in terms and name not in columns})
         for name, column in columns.items():
@@ -240,8 +245,23 @@ def _read(run: Path) -> RunFolder:
         snapshots=snapshots,
         bad_samples=bad_samples,
         first_bad=first_bad,
+        ranks=ranks,
         notes=notes,
     )
+
+
+def _slowest_ranks(record: object) -> dict[str, dict[str, float]]:
+    """Return what a line of metrics.jsonl says about ranks, slowest first; {} if it says nothing usable."""
+    if not isinstance(record, Mapping) or not isinstance(names := record.get("names"), list):
+        return {}
+    phases = {
+        str(phase): [finite(value) or 0.0 for value in values]
+        for phase, values in record.items()
+        if isinstance(values, list) and phase != "names" and len(values) == len(names)
+    }
+    waiting = phases.get("waiting", [0.0] * len(names))
+    order = sorted(range(len(names)), key=waiting.__getitem__)
+    return {str(names[i]): {phase: values[i] for phase, values in phases.items()} for i in order[:_RANKS]}
 
 
 def build_report(run: Path, out: Path | None = None) -> Path:

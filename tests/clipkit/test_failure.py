@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,8 @@ from torch.distributed import DistNetworkError
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from clipkit.distributed import _RANK_LOST, _RANK_SILENT, Failures, together
-from clipkit.errors import ClipkitError
+from clipkit.distributed import _RANK_LOST, _RANK_SILENT, Failures, _check_own_address, together
+from clipkit.errors import ClipkitError, ConfigError
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
 # how the ranks fail, and the errors printed; the other ranks print none
@@ -110,3 +111,25 @@ def test_lost_connection_raises_one_line_error(
         signal.signal(signal.SIGTERM, before)
         failures.close()
     assert str(caught.value) == told
+
+
+def test_host_whose_name_is_a_loopback_address_needs_an_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {"first-host": "10.0.0.1", "own": "127.0.1.1", "127.0.0.1": "127.0.0.1"}
+
+    def resolve(host: str, port: object) -> list[Any]:
+        return [(2, 1, 6, "", (addresses[host], 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "gethostname", lambda: "own")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "first-host")
+    with pytest.raises(ConfigError, match=r"own, stands for a loopback address.*set GLOO_SOCKET_IFNAME"):
+        _check_own_address()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    _check_own_address()
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")  # all ranks are on this host
+    _check_own_address()
+    monkeypatch.setenv("MASTER_ADDR", "first-host")
+    addresses["own"] = "10.0.0.2"
+    _check_own_address()

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,7 +62,7 @@ from clipkit.training.guards import StopRequest, end_with_launcher
 stop = StopRequest()
 stop.save_first(True, "")
 stop.agreed = sys.argv[1] == "leaving"
-end_with_launcher(parent, leaving=stop.leaving)
+end_with_launcher(parent, stop)
 print(os.getpid(), flush=True)
 if sys.argv[1] == "in a step":
     hashlib.pbkdf2_hmac("sha256", b"", b"", 50_000_000)
@@ -116,6 +117,55 @@ def test_rank_asked_to_stop_during_a_step_outlives_its_launcher() -> None:
     assert rank
     rank, said = orphan("in a step", number=signal.SIGURG, **UNDER_TORCHRUN)
     assert rank == 0 and said.startswith("error: torchrun has died")
+
+
+# two ranks: rank 1 stops responding, and rank 0 waits for it in C++; "scoring" is busy in Python instead
+STUCK = """
+import os, sys, time
+from clipkit import distributed
+from clipkit.training.guards import StopRequest, end_with_launcher
+stop = StopRequest()
+end_with_launcher(os.getppid(), stop)
+distributed.start()
+stop.save_first(True, "")
+distributed.barrier()
+print("ready", flush=True)
+if os.environ["RANK"] == "1" or sys.argv[1] == "scoring":
+    time.sleep(60)
+distributed.barrier()
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_waits_for_another_ends_after_sigterm() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", STUCK, how],
+            env={**os.environ, **store, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank, how in enumerate(["waiting", "scoring"])
+    ]  # fmt: skip
+    try:
+        for rank in ranks:
+            assert rank.stdout is not None and rank.stdout.readline() == "ready\n"
+        began = time.monotonic()
+        for rank in ranks:
+            rank.terminate()
+        _, said = ranks[0].communicate(timeout=25)
+        assert time.monotonic() - began > 19
+        assert ranks[0].returncode == 128 + signal.SIGTERM
+        assert "error: SIGTERM while waiting for another rank; the last checkpoint is kept" in said
+        time.sleep(2)
+        assert ranks[1].poll() is None  # its main thread reacts: it may be about to save
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
 
 
 def test_rank_ends_if_its_launcher_is_already_dead() -> None:

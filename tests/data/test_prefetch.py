@@ -104,6 +104,7 @@ def test_cpu_batches_are_not_copied_or_prefetched(shards: Shards) -> None:
     batches = DeviceBatches(loader, 0, 4, CPU)
     for number, one in enumerate(given):
         assert next(batches) is one
+        batches.prefetch()
         assert loader.asked == list(range(number + 1))
     with pytest.raises(DataError, match="broken"):
         next(batches)
@@ -188,6 +189,9 @@ def test_streams_prefetch_one_batch_and_errors_keep_their_step(shards: Shards, l
     assert loader.asked == []
     for number, one in enumerate(given):
         assert next(batches) is one
+        assert loader.asked == list(range(number + 1))
+        batches.prefetch()  # once the computation is launched
+        batches.prefetch()  # does nothing
         assert loader.asked == list(range(number + 2))
         assert log.count("wait") == 1 and log.count("keep") == len(one.tensors())
         assert log.count("record") == (4, 2, 0)[number]  # for the next transfer; at first for two
@@ -219,6 +223,7 @@ def test_gpu_prefetches_one_batch(pin: bool, workers: int, shards: Shards) -> No
     busy = torch.randn(2048, 2048, device=device)
     kept = []
     for batch, other in zip(batches, expected, strict=True):
+        batches.prefetch()
         for _ in range(20):  # computation lags behind, so that memory freed too early would be overwritten
             busy = busy @ busy / 2048
         kept.append((batch.images.float().sum() + 0 * busy.sum().nan_to_num(), other.images.float().sum()))
@@ -239,8 +244,10 @@ def test_gpu_error_is_raised_at_its_step(shards: Shards) -> None:
     given = list(make_loader(shards).batches(0, 2))
     loader = scripted(shards, [*given, DataError("broken")])
     batches = DeviceBatches(loader, 0, 3, torch.device("cuda"))
-    assert same(next(batches), given[0]) and loader.asked == [0, 1]
-    assert same(next(batches), given[1]) and loader.asked == [0, 1, 2]
+    for number in range(2):
+        assert same(next(batches), given[number])
+        batches.prefetch()
+        assert loader.asked == list(range(number + 2))
     with pytest.raises(DataError, match="broken"):
         next(batches)
 

@@ -1,6 +1,7 @@
 """The cache folder, and the cache of remote shards in it that the processes of a machine share.
 
     FOLDER/lock                     held briefly while space is reserved
+    FOLDER/total                    total size of all files, or more
     FOLDER/ab/abcd….tar             a complete shard; the name is a hash of its full URL, size and version
     FOLDER/ab/abcd….part            a download in progress, with its final size from the start
     FOLDER/ab/abcd….lock            held by the process that downloads
@@ -14,11 +15,13 @@ must open it at once, or fetch again.
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -35,6 +38,9 @@ _POLL_SECONDS = 0.05
 _TOUCH_SECONDS = 60.0  # uses within this time count once
 _LATER_SECONDS = 0.3  # before a shard that cannot be downloaded now is tried again
 _STEP = 16 << 20  # bytes by which a file of unknown size grows
+_TOTAL = "total"  # name of a file
+_AT_ONCE = 256  # downloads of all processes of a machine
+_FULL_SECONDS = 2.0  # until a folder that is full of files in use is listed again
 
 
 def cache_folder() -> Path:
@@ -45,6 +51,16 @@ def cache_folder() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg) / "clipkit"
     return Path.home() / ".cache" / "clipkit"
+
+
+def index_folder() -> Path:
+    """Return the folder of indexes and manifests: ``$CLIPKIT_INDEX_CACHE``, else that of ``cache_folder``.
+
+    Indexes are small and the same for all machines: on a cluster, this folder is shared, and the cache, which holds
+    downloaded shards, is on each machine's own disk.
+    """
+    folder = os.environ.get("CLIPKIT_INDEX_CACHE")
+    return Path(folder).expanduser() if folder else cache_folder()
 
 
 def created_once(folder: Path, make: Callable[[Path], object], *, name: str) -> None:
@@ -121,9 +137,12 @@ class ShardCache:
         self._touch_seconds = min(_TOUCH_SECONDS, in_use_seconds / 2)
         self._in_use_seconds = in_use_seconds + self._touch_seconds
         self._by_process: dict[int, _Prefetch] = {}
+        # modification time, path and size of listed shards, the least recently used first; see ``_make_space``
+        self._oldest: deque[tuple[int, Path, int]] = deque()
+        self._full_until = -math.inf
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_by_process": {}}
+        return {**self.__dict__, "_by_process": {}, "_oldest": deque()}
 
     @property
     def _ahead(self) -> _Prefetch:
@@ -239,7 +258,10 @@ class ShardCache:
             finally:
                 lock.release()
         except OSError as error:
-            raise DataError(f"the shard cache {self.folder} cannot be used: {error.strerror}") from error
+            raise DataError(
+                f"the shard cache {self.folder} cannot be used: {error.strerror}; set CLIPKIT_CACHE to a folder "
+                "on a local disk"
+            ) from error
         return stem.with_suffix(".tar")
 
     def _stem(self, shard: ShardFile) -> Path:
@@ -345,7 +367,7 @@ class ShardCache:
                     raise DataError(f"{holder} holds {self.folder / 'lock'} without progress: end it")
                 time.sleep(_POLL_SECONDS / 10)
             try:
-                if self._make_space(part, size, urgent):
+                if self._make_space(part, size, urgent=urgent, has=has):
                     with part.open("ab") as file:
                         file.truncate(size)
                     return
@@ -360,7 +382,54 @@ class ShardCache:
                 )
             time.sleep(_POLL_SECONDS)
 
-    def _make_space(self, part: Path, size: int, urgent: bool) -> bool:
+    def _make_space(self, part: Path, size: int, *, urgent: bool, has: int) -> bool:
+        """Remove files until there is space for a part file of ``size`` bytes, of which it ``has`` some.
+
+        A listing of the folder takes long if it has many shards, so it is used until its files are removed.
+        Meanwhile the total size is read from a file, where it may be too large, but never too small.
+        """
+        total = self._recorded_total()
+        if total is None or not self._has_ample_disk(size):
+            return self._make_space_by_listing(part, size, urgent)
+        total += size - has
+        total -= self._remove_oldest(total - self.max_bytes, urgent)
+        if total > self.max_bytes:
+            return self._make_space_by_listing(part, size, urgent)
+        self._record_total(total)
+        return True
+
+    def _recorded_total(self) -> int | None:
+        try:
+            return int((self.folder / _TOTAL).read_text())
+        except (OSError, ValueError):
+            return None
+
+    def _record_total(self, total: int) -> None:
+        write_atomic(self.folder / _TOTAL, str(total))
+
+    def _has_ample_disk(self, size: int) -> bool:
+        """Return whether the disk has space for the downloads of all processes, which are not written yet."""
+        disk = os.statvfs(self.folder)
+        return disk.f_bavail * disk.f_frsize > _AT_ONCE * size
+
+    def _remove_oldest(self, excess: int, urgent: bool) -> int:
+        """Remove the least recently used of the listed shards; return the number of bytes."""
+        removed = 0
+        before = time.time_ns() - int(self._in_use_seconds * 1e9)
+        while removed < excess and self._oldest:
+            modified, path, size = self._oldest[0]
+            if not urgent and modified >= before:
+                break
+            self._oldest.popleft()
+            with suppress(FileNotFoundError):  # removed by another process
+                if path.stat().st_mtime_ns == modified:  # not used since
+                    path.unlink()
+                    removed += size
+        return removed
+
+    def _make_space_by_listing(self, part: Path, size: int, urgent: bool) -> bool:
+        if not urgent and time.monotonic() < self._full_until:
+            return False
         files = list[tuple[int, Path, int]]()
         sizes = dict[Path, int]()
         unwritten = 0
@@ -382,15 +451,16 @@ class ShardCache:
                 sizes[path.with_suffix("")] = status.st_size
                 files.append((status.st_mtime_ns, path, status.st_size))
         total = size + sum(sizes.values())
+        self._oldest = deque(sorted(files))
         before = time.time_ns() - int(self._in_use_seconds * 1e9)
-        removable = sorted(file for file in files if urgent or file[0] < before)
-        if total - sum(size for _, _, size in removable) > self.max_bytes:
+        removable = sum(size for modified, _, size in files if urgent or modified < before)
+        if total - removable > self.max_bytes:
+            self._full_until = time.monotonic() + min(_FULL_SECONDS, self._in_use_seconds / 4)
             return False
-        for _, path, freed in removable:
-            if total <= self.max_bytes:
-                break
-            path.unlink(missing_ok=True)
-            total -= freed
+        total -= self._remove_oldest(total - self.max_bytes, urgent)
+        if total > self.max_bytes:  # another process has used a file meanwhile
+            return False
+        self._record_total(total)
         disk = os.statvfs(self.folder)
         free = disk.f_bavail * disk.f_frsize - unwritten
         with suppress(FileNotFoundError):

@@ -1,6 +1,9 @@
 """Tests of file locks among threads and processes, some of which are killed."""
 
+import errno
+import fcntl
 import multiprocessing
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from clipkit.files.atomic import FileLock
+from clipkit.files.atomic import FileLock, lock_output
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -74,3 +77,21 @@ def test_lock_in_missing_folder_raises(tmp_path: Path) -> None:
     for _ in range(2):  # the first attempt leaves nothing locked
         with pytest.raises(FileNotFoundError):
             lock.try_acquire()
+
+
+def test_filesystem_without_locks_is_a_warning_where_a_lock_is_optional(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    for _ in range(2):
+        with lock_output(tmp_path / "out", "command"):
+            assert not FileLock(tmp_path / ".out.lock", optional=True).try_acquire()  # within the process
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        f"warning: {tmp_path} is on a filesystem without file locks: make sure that no other process writes there"
+    ]
+    with pytest.raises(OSError, match="not implemented"):  # the shard cache would remove files in use
+        FileLock(tmp_path / "lock").try_acquire()

@@ -152,6 +152,12 @@ def test_terminal_keeps_the_last_figures_and_wraps_lines_between_words(
     assert shown.count("step 2/3") == 1
 
 
+def test_slow_rank_follows_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = ProgressLine(steps=9, done=0, shown=True)
+    progress.update(1, FIGURES, "rank 3 +31% forward")
+    assert capsys.readouterr().err.endswith("scale 14.3 rank 3 +31% forward\n")
+
+
 def test_no_chance_level_is_shown_if_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
     progress = ProgressLine(steps=9, done=0, shown=True)
     progress.update(1, {name: value for name, value in FIGURES.items() if name != "chance"})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import DataError
-from clipkit.samples.remote.cache import cache_folder
+from clipkit.samples.remote.cache import cache_folder, index_folder
 from data.corpora import glyphs
 from data.corpora.builtin import BUILTIN, built_in
 
@@ -79,7 +79,9 @@ def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_folder() == tmp_path / "xdg" / "clipkit"
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own"
+    assert cache_folder() == index_folder() == tmp_path / "own"
+    monkeypatch.setenv("CLIPKIT_INDEX_CACHE", str(tmp_path / "shared"))
+    assert cache_folder() == tmp_path / "own" and index_folder() == tmp_path / "shared"
 
 
 def test_unknown_name_and_unusable_cache_raise_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,8 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
+from clipkit.samples.index import index_place
+from clipkit.samples.remote import ShardCache
 from clipkit.samples.remote.store import ShardFile
 from data.selection import SelectedShard, Selection
 from data.shards import manifest
@@ -124,6 +126,8 @@ from clipkit.errors import run_command
 from data.shards import manifest as census
 from data.shards.manifest import make_manifest
 from data.selection import SelectedShard, Selection
+from clipkit.samples.index import index_place
+from clipkit.samples.remote import ShardCache
 from clipkit.samples.remote.store import ShardFile
 
 program = os.getpid()
@@ -184,3 +188,33 @@ def test_stopped_program_stops_its_processes(
     assert not any(map(is_running, counting))
     program.stdout.close()
     program.stderr.close()
+
+
+def test_many_remote_shards_must_be_indexed_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = [ShardFile(url=f"http://x/{number:05d}.tar", size=10, version="1") for number in range(30)]
+    cache = ShardCache(tmp_path / "shards", 1000)
+    stated: list[int | None] = [None]
+    monkeypatch.setattr(manifest, "_MOST_UNCOUNTED", 20)
+    monkeypatch.setattr(manifest, "_read_stated_count", lambda _: stated[0])
+
+    def refuse(*_: object) -> None:
+        raise LookupError  # counting begins
+
+    monkeypatch.setattr(manifest, "SelectedShard", refuse)
+    with pytest.raises(
+        DataError, match=r"^30 remote shards have no index, .*`python -m data index SOURCE` once"
+    ):
+        make_manifest([remote], Selection(), cache=cache)
+    with pytest.raises(LookupError):  # of the command
+        make_manifest([remote], Selection(), cache=cache, stats=False)
+    stated[0] = 7
+    with pytest.raises(LookupError):
+        make_manifest([remote], Selection(), cache=cache)
+    stated[0] = None
+    for shard in remote[:10]:
+        index_place(shard).parent.mkdir(parents=True, exist_ok=True)
+        index_place(shard).touch()
+    with pytest.raises(LookupError):
+        make_manifest([remote], Selection(), cache=cache)

@@ -6,6 +6,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -60,3 +61,32 @@ def test_size_limit_holds_for_any_sequence(draws: st.DataObject) -> None:
             for one in list(model):
                 if one not in here:
                     del model[one]
+
+
+def test_full_cache_is_listed_once_for_many_downloads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None]) -> int:
+        path.write_bytes(b"x" * shard.size)
+        return 0
+
+    listed = 0
+    list_folder = ShardCache._make_space_by_listing
+
+    def count_listings(cache: ShardCache, *arguments: Any) -> bool:
+        nonlocal listed
+        listed += 1
+        return list_folder(cache, *arguments)
+
+    monkeypatch.setattr(shard_cache, "download", download)
+    monkeypatch.setattr(ShardCache, "_make_space_by_listing", count_listings)
+    caches = [ShardCache(tmp_path / "cache", 500, in_use_seconds=0) for _ in range(2)]  # of two processes
+    for number in range(200):
+        caches[number % 2].fetch(ShardFile(url=f"http://x/{number}.tar", size=10, version="1"))
+        assert sum(path.stat().st_size for path in (tmp_path / "cache").glob("*/*.tar")) <= 500
+    assert len(list((tmp_path / "cache").glob("*/*.tar"))) == 50
+    assert listed < 12  # the first time, and whenever the files of a listing are removed
+    (tmp_path / "cache" / "total").write_text("")  # cut short
+    (tmp_path / "cache" / "ab").mkdir(exist_ok=True)
+    caches[0].fetch(ShardFile(url="http://x/last.tar", size=10, version="1"))
+    assert (tmp_path / "cache" / "total").read_text() == "500"
