@@ -35,7 +35,7 @@ from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.files.terminal import counted
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
-from clipkit.model.towers import Padded, unit_halves
+from clipkit.model.towers import Padded, normalize_halves
 
 OPSET = 18
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
@@ -61,7 +61,7 @@ class _Normalized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, …) → (B, O)."""
         out = self.tower(x)
-        return F.normalize(unit_halves(out) if self.halves else out, dim=-1)
+        return F.normalize(normalize_halves(out) if self.halves else out, dim=-1)
 
 
 class _OwnTextEncoder(nn.Module):

@@ -60,7 +60,7 @@ class TowerArchitecture:
     """
 
     setting: ClassVar[str] = ""
-    own: ClassVar[bool] = False
+    native: ClassVar[bool] = False
     has_blocks: ClassVar[bool] = True
     sizes: ClassVar[Mapping[str, str]] = {}
 
@@ -110,7 +110,7 @@ class TowerArchitecture:
         """The settings of [shape] that select the tower."""
         return {setting: getattr(self, name) for setting, name in self.sizes.items()}
 
-    def with_sizes(self, settings: Mapping[str, Any]) -> Self:
+    def replace_sizes(self, settings: Mapping[str, Any]) -> Self:
         """Return the tower with settings of [shape]; without another number of heads, they stay as wide."""
         values = {self.sizes[name]: value for name, value in settings.items()}
         if "width" in values and "heads" not in values:
@@ -130,7 +130,7 @@ class TowerArchitecture:
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
         """Draw fresh weights after ``reset_parameters`` of its layers; called for own towers only."""
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
         return _TRANSFORMER
 
@@ -188,13 +188,13 @@ class ImageArchitecture(TowerArchitecture):
         """Number of values that the constructor computes for position embeddings, checked for stored towers."""
         return 0
 
-    def with_options(self, options: Mapping[str, Any]) -> Self:
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
         """Return the tower with arguments for its library; ConfigError if it takes none."""
         if options:
             raise ConfigError(f"a tower like this one ({self.description}) takes no options")
         return self
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         """Return the tower for images of another number of channels; ConfigError if it encodes only RGB."""
         if channels == self.channels:
             return self
@@ -208,7 +208,7 @@ class ImageArchitecture(TowerArchitecture):
         return None
 
     @property
-    def published(self) -> str:
+    def hub_repository(self) -> str:
         """A repository on the Hugging Face hub with weights for ``take_weights``; "" if there is none."""
         return ""
 
@@ -227,7 +227,7 @@ class ImageArchitecture(TowerArchitecture):
         """
         raise ConfigError(f"{self.description} has no weights of its own")
 
-    def resized(self, image_size: int) -> Self:
+    def replace_size(self, image_size: int) -> Self:
         """Return the tower for images of another size."""
         return replace(self, **{"image_size": image_size})
 
@@ -235,7 +235,7 @@ class ImageArchitecture(TowerArchitecture):
         """Return the number and width of an image's tokens that a decoder reads; None if it has none."""
         return None
 
-    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
         """Compute features (B, O) and tokens (B, M, W) of normalized images, for towers of other libraries."""
         raise NotImplementedError
 
@@ -300,11 +300,11 @@ class TextArchitecture(TowerArchitecture):
         """Whether tokens attend to previous ones only; True for towers of other libraries."""
         return True
 
-    def with_attention(self, *, causal: bool) -> Self:
+    def replace_attention(self, *, causal: bool) -> Self:
         """Return the tower with another attention mask, if it is the transformer of ``CLIP``."""
         return self
 
-    def with_vocabulary(self, size: int) -> Self:
+    def replace_vocabulary(self, size: int) -> Self:
         """Return the tower for a tokenizer of ``size`` tokens; ConfigError if its tokenizer is its own."""
         raise ConfigError(
             f"model.tokenizer requires clipkit's text transformer, not this one ({self.description})"
@@ -315,7 +315,7 @@ class TextArchitecture(TowerArchitecture):
         """Width of the tokens that a decoder of captions can read; 0 if there are none."""
         return 0
 
-    def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
         """Compute features (B, O) and tokens (B, L, W), for towers of other libraries."""
         raise NotImplementedError
 
@@ -324,7 +324,7 @@ class TextArchitecture(TowerArchitecture):
         """Size of the vocabulary of the tokens that a decoder of captions predicts; 0 if there are none."""
         return 0
 
-    def resized(self, context_length: int) -> Self:
+    def replace_size(self, context_length: int) -> Self:
         """Return the tower for texts of another length."""
         return replace(self, **{"context_length": context_length})
 
@@ -333,7 +333,7 @@ class TextArchitecture(TowerArchitecture):
         """Arguments of ``LibraryTokenizer`` for a model stored without a tokenizer; None for clipkit's own."""
         return None
 
-    def with_tokenizer_in(self, folder: Path) -> Self:
+    def use_tokenizer(self, folder: Path) -> Self:
         """Return the tower with the tokenizer in a folder of open_clip, if any; ConfigError if it is unknown."""
         return self
 
@@ -376,7 +376,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     Attributes:
         pool: what is projected to features: "class", the class token; "mean", the mean of the normalized patch
             tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560);
-            "distilled", the class token and a distillation token, each to half of them, see ``unit_halves``.
+            "distilled", the class token and a distillation token, each to half of them, see ``normalize_halves``.
         positions: position embeddings: "learned"; "learned_2d", a row's and a column's of half the width each; or
             fixed: "sincos_2d", or "none".
     """
@@ -389,7 +389,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     mlp_ratio: float = 4.0
     pool: str = field(default="class", repr=False)  # not in the hash of models with the defaults
     positions: str = field(default="learned", repr=False)
-    own = True
+    native = True
     sizes = IMAGE_SIZES
 
     def __post_init__(self) -> None:
@@ -467,7 +467,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             pool=self.pool, positions=self.positions, channels=self.channels,
         )  # fmt: skip
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         return replace(self, channels=channels)
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
@@ -532,7 +532,7 @@ class PixelTower(ImageArchitecture):
         width, layers, heads = PIXEL_SIZES[value]
         return cls(image_size=32, width=width, layers=layers, heads=heads)
 
-    def with_options(self, options: Mapping[str, Any]) -> Self:
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
         if unknown := options.keys() - {"colors", "causal"}:
             raise ConfigError(f"image option {min(unknown)!r} is unknown: known: causal, colors")
         return replace(self, **options)
@@ -567,13 +567,13 @@ class PixelTower(ImageArchitecture):
     def tokens(self, embed_dim: int) -> tuple[int, int]:
         return self.image_size**2, self.width
 
-    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
         from clipkit.model.pixels import PixelTransformer
 
         assert isinstance(module, PixelTransformer)
-        return module.with_tokens(images)
+        return module.encode_with_tokens(images)
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer]:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer]:
         return _PIXELS
 
 
@@ -592,7 +592,7 @@ class TextTower(_TransformerTower, TextArchitecture):
     vocab_size: int = 49408
     mlp_ratio: float = 4.0
     causal: bool = field(default=True, repr=False)  # not in the hash of causal models
-    own = True
+    native = True
     part_of_clip = True
     sizes: ClassVar[Mapping[str, str]] = {"text_width": "width", "text_layers": "layers"}
 
@@ -624,10 +624,10 @@ class TextTower(_TransformerTower, TextArchitecture):
     def outline(self) -> tuple[Any, ...]:
         return (self.width, self.layers, self.context_length, self.vocab_size, self.hidden)
 
-    def with_attention(self, *, causal: bool) -> Self:
+    def replace_attention(self, *, causal: bool) -> Self:
         return replace(self, causal=causal)
 
-    def with_vocabulary(self, size: int) -> Self:
+    def replace_vocabulary(self, size: int) -> Self:
         return replace(self, vocab_size=size)
 
     @property
@@ -654,7 +654,7 @@ class BagOfWords(TextArchitecture):
     context_length: int = 77
     vocab_size: int = 49408
     setting = "cbow"
-    own = True
+    native = True
     has_blocks = False
 
     @classmethod
@@ -684,7 +684,7 @@ class BagOfWords(TextArchitecture):
 class _Table(TextArchitecture):
     """Base of text towers that look up learned rows."""
 
-    own = True
+    native = True
     has_blocks = False
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
@@ -781,7 +781,7 @@ class ClassTable(_Table):
     def description(self) -> str:
         return f"classification head, {len(self.names)} classes"
 
-    def resized(self, context_length: int) -> Self:
+    def replace_size(self, context_length: int) -> Self:
         if context_length > 1:
             raise ConfigError(f"context_length = {context_length} must be 1: a class is one token")
         return self
@@ -879,27 +879,27 @@ class Architecture:
         return 0 if self.masked is None else self.vision.masked_outputs(self.masked)
 
     @property
-    def is_own(self) -> bool:
+    def is_native(self) -> bool:
         """Whether clipkit implements both towers."""
-        return self.vision.own and self.text.own
+        return self.vision.native and self.text.native
 
-    def own_towers(self) -> tuple[VisionTower, TextTower]:
+    def plain_towers(self) -> tuple[VisionTower, TextTower]:
         """Return both towers of an architecture with the plain ViT and the plain text transformer."""
         vision, text = self.vision.plain, self.text.plain
         assert vision is not None and text is not None
         return vision, text
 
-    def resized(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
+    def replace_size(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
         """Return the architecture for another image size or context length; 0 keeps the current one."""
-        vision = self.vision.resized(image_size) if image_size else self.vision
-        text = self.text.resized(context_length) if context_length else self.text
+        vision = self.vision.replace_size(image_size) if image_size else self.vision
+        text = self.text.replace_size(context_length) if context_length else self.text
         return replace(self, vision=vision, text=text)
 
 
 Kind = TypeVar("Kind", bound=TowerArchitecture)
 
 
-def selected(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Kind], str] | None:
+def select_tower(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Kind], str] | None:
     """Find the kind of tower selected by ``model.image`` or ``model.text``, and the value after its prefix."""
     for kind in kinds.values():
         prefix, colon, _ = kind.setting.partition(":")
@@ -959,7 +959,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def named(name: str, *, called: str = "model.name") -> Architecture:
+def get_architecture(name: str, *, called: str = "model.name") -> Architecture:
     """Return an architecture of ``ARCHITECTURES``; the suffix ``-quickgelu`` selects any of them with QuickGELU.
 
     Args:

@@ -19,7 +19,7 @@ from clipkit.model.architectures import Architecture, Decoder
 from clipkit.model.decoder import CaptionDecoder, TextInput
 from clipkit.model.lora import Adapters
 from clipkit.model.masked import MaskedPatchHead
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer
 from clipkit.model.towers import (
@@ -31,9 +31,9 @@ from clipkit.model.towers import (
     at_least_float32,
     attention_by_length,
     attention_varlen,
+    normalize_halves,
     pack,
-    unit_halves,
-    varlen_runs,
+    supports_varlen,
 )
 
 MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
@@ -121,7 +121,7 @@ class CLIP(nn.Module):
         tokens: Tensor,
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        with_tokens: bool = False,
+        return_tokens: bool = False,
         then: Callable[["CLIP", Tensor, Sequence[Tensor]], Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Encode pairs.
@@ -131,23 +131,23 @@ class CLIP(nn.Module):
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
-            with_tokens: whether to return the tokens that a decoder of captions reads.
+            return_tokens: whether to return the tokens that a decoder of captions reads.
             then: a function of the model, the images and these tokens, which may use all parameters of the model:
                 those of a sharded model are gathered only within ``forward``. Its result takes the tokens' place.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
-            With ``with_tokens`` the tokens of images (B, M, W) follow, and those of texts (B, L, D), for a decoder
-            that is fed by the text tower.
+            With ``return_tokens`` the tokens of images (B, M, W) follow, and for a decoder that is fed by the text
+            tower those of texts (B, L, D).
         """
         bias = () if self.logit_bias is None else (self.logit_bias,)
         decoder, kept = self.architecture.decoder, []
-        if with_tokens:
+        if return_tokens:
             image, image_tokens = self.image_tokens(images, patches=patches)
             kept.append(image_tokens)
         else:
             image = self.encode_image(images, patches=patches)
-        if with_tokens and decoder is not None and decoder.feed == "text":
+        if return_tokens and decoder is not None and decoder.feed == "text":
             text, text_tokens = self.text_tokens(tokens, lengths=lengths)
             kept.append(text_tokens)
         else:
@@ -193,11 +193,13 @@ class CLIP(nn.Module):
         """
         if isinstance(self.visual, VisionTransformer):
             colors = self.colors if images.dtype == torch.uint8 else None
-            features, tokens = self.visual.with_tokens(images, patches, colors=colors)
+            features, tokens = self.visual.encode_with_tokens(images, patches, colors=colors)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
-            features, tokens = self.architecture.vision.with_tokens(self.visual, self._normalized(images))
+            features, tokens = self.architecture.vision.encode_with_tokens(
+                self.visual, self._normalized(images)
+            )
         return F.normalize(self._prefix(at_least_float32(features)), dim=-1), tokens
 
     def text_tokens(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -208,7 +210,7 @@ class CLIP(nn.Module):
         """
         self._check_shape(tokens)
         if self.text is not None:
-            features, found = self.architecture.text.with_tokens(self.text, tokens)
+            features, found = self.architecture.text.encode_with_tokens(self.text, tokens)
             return F.normalize(self._prefix(at_least_float32(features)), dim=-1), found
         ends = tokens.argmax(dim=-1)
         if (packed := self._packing(tokens, lengths)) is None:
@@ -249,7 +251,7 @@ class CLIP(nn.Module):
         Args:
             images: (B, C, S, S) uint8, or normalized float.
             normalize: whether to normalize features to unit norm.
-            patches: (B, K) int64, the patches of each image to compute, see ``kept_patches``; None for all.
+            patches: (B, K) int64, the patches of each image to compute, see ``draw_patches``; None for all.
 
         Raises:
             ConfigError: ``patches`` with an image tower that cannot skip patches.
@@ -285,7 +287,7 @@ class CLIP(nn.Module):
         if self.text is not None:
             features = self.text(tokens)
             if self.architecture.distilled:
-                features = unit_halves(features)
+                features = normalize_halves(features)
         elif (packed := self._packing(tokens, lengths)) is None:
             x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]  # (B, L, D)
             features = self.ln_final(self.transformer(x, self._padded(tokens))) @ self.text_projection
@@ -293,7 +295,7 @@ class CLIP(nn.Module):
             x = self.token_embedding(tokens[packed.rows, packed.places])  # (T, D)
             x = x + F.embedding(packed.places, self.positional_embedding)
             read = self.ln_final(self.transformer(x, packed))  # (B, D)
-            features = packed.in_order(read @ self.text_projection)
+            features = packed.restore_order(read @ self.text_projection)
         features = self._prefix(at_least_float32(features))
         return F.normalize(features, dim=-1) if normalize else features
 
@@ -333,7 +335,7 @@ class CLIP(nn.Module):
         assert len(lengths) == len(tokens), (len(lengths), len(tokens))
         first = self.transformer.blocks[0]
         width, heads = self.text_projection.shape[0], first.attn.heads
-        if varlen_runs(tokens.device, self.text_projection.dtype, head_width=width // heads):
+        if supports_varlen(tokens.device, self.text_projection.dtype, head_width=width // heads):
             attention = attention_varlen
         elif first.kernels is not None and first.training:
             return None  # by length, each batch would compile its own lengths
@@ -381,18 +383,18 @@ class CLIP(nn.Module):
         """
         vision, text = self.architecture.vision, self.architecture.text
         own_text = [self.transformer, self.ln_final] if self.text is None else [self.text]
-        for tower in [*([self.visual] if vision.own else []), *(own_text if text.own else [])]:
+        for tower in [*([self.visual] if vision.native else []), *(own_text if text.native else [])]:
             for module in tower.modules():
                 if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
                     module.reset_parameters()
-        if vision.own:
+        if vision.native:
             vision.initialize(self.visual, small_data=self.architecture.small_data)
         if self.text is None:
             nn.init.normal_(self.token_embedding.weight, std=0.02)
             nn.init.normal_(self.positional_embedding, std=0.01)
             nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
             self.transformer.initialize()
-        elif text.own:
+        elif text.native:
             text.initialize(self.text, small_data=self.architecture.small_data)
         self.logit_scale.fill_(math.log(1 / 0.07))
         if self.logit_bias is not None:
@@ -415,7 +417,7 @@ class CLIP(nn.Module):
         Raises:
             ConfigError: the tower encodes only RGB, or C is below 3.
         """
-        vision = self.architecture.vision.with_channels(channels)
+        vision = self.architecture.vision.replace_channels(channels)
         if channels < 3:
             raise ConfigError(f"pixels.channels = {channels}: weights of RGB images have three channels")
         visual = vision.build(self.architecture.embed_dim, quick_gelu=self.architecture.quick_gelu)
@@ -433,7 +435,7 @@ class CLIP(nn.Module):
         visual.load_state_dict(weights)
         self.visual = visual.train(self.training)
         self.architecture = replace(self.architecture, vision=vision)
-        self.preprocess = self.preprocess.with_channels(channels)
+        self.preprocess = self.preprocess.replace_channels(channels)
         for name in ("_mean", "_std"):
             self.register_buffer(name, torch.empty(channels, 1, 1), persistent=False)
         self.reset_constants()
@@ -530,7 +532,7 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
 
     Args:
         shape: a name, such as "ViT-B-32" (a key of ``clipkit.model.ARCHITECTURES``) or "open_clip:RN50"; or an
-            architecture, see ``clipkit.architecture``.
+            architecture, see ``clipkit.create_architecture``.
         name: name of an architecture given as an object.
         seed: seed of the weights; None uses torch's global generator.
 
@@ -538,7 +540,7 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
         ConfigError: the name is unknown, or a required library is missing.
     """
     if isinstance(shape, str):
-        name, shape = shape, architecture(shape)
+        name, shape = shape, create_architecture(shape)
     if seed is None:
         return build(shape, name=name).initialize()
     with torch.random.fork_rng(devices=[]):
@@ -552,7 +554,7 @@ def _preprocess(shape: Architecture) -> Preprocess:
     if vision.color_range is not None:
         mean, std = ((one,) * 3 for one in vision.color_range)
         rgb = replace(rgb, mean=mean, std=std)
-    return rgb.with_channels(vision.channels)
+    return rgb.replace_channels(vision.channels)
 
 
 def build(
@@ -567,7 +569,7 @@ def build(
     Raises:
         ConfigError: there is not enough memory.
     """
-    if not shape.is_own:
+    if not shape.is_native:
         return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     with torch.device("meta"):  # skips the initialization of layers
         model = CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)

@@ -59,7 +59,7 @@ class PackedWeights:
         self._packed: dict[tuple[Any, ...], Tensor] = {}
         self._lock = threading.Lock()
 
-    def used(self) -> TorchFunctionMode:
+    def activate(self) -> TorchFunctionMode:
         """Return a context in which linear layers of this thread use the weights."""
         return _LinearLayers(self)
 
@@ -103,7 +103,7 @@ class _LinearLayers(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def in_parallel(model: nn.Module, work: Callable[[Given], Made], batches: Iterable[Given]) -> Iterator[Made]:
+def run_parallel(model: nn.Module, work: Callable[[Given], Made], batches: Iterable[Given]) -> Iterator[Made]:
     """Yield ``work(batch)`` of each batch in order; on a CPU, one batch per core at a time.
 
     If there are fewer batches than cores, or on other devices, the calling thread computes them. Autocast and
@@ -121,11 +121,11 @@ def in_parallel(model: nn.Module, work: Callable[[Given], Made], batches: Iterab
 
     def in_thread(batch: Given) -> Made:
         modes = torch.inference_mode(inference), torch.set_grad_enabled(gradients and not inference)
-        with modes[0], modes[1], torch.autocast("cpu", dtype, enabled=autocast), weights.used():
+        with modes[0], modes[1], torch.autocast("cpu", dtype, enabled=autocast), weights.activate():
             return work(batch)
 
     computing: deque[Future[Made]] = deque()
-    with one_core_each(lanes) as pool:
+    with open_core_pool(lanes) as pool:
         for batch in chain(first, batches):
             computing.append(pool.submit(in_thread, batch))
             if len(computing) > lanes:
@@ -135,7 +135,7 @@ def in_parallel(model: nn.Module, work: Callable[[Given], Made], batches: Iterab
 
 
 @contextmanager
-def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
+def open_core_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Create a pool of threads in which torch uses one core each; by default, each would use all cores.
 
     Pending work is cancelled on exit.

@@ -77,15 +77,17 @@ class CrossAttentionBlock(nn.Module):
         With the ``keys_values`` of images, x may have several rows for each of them, in their order.
         """
         if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.whole, x, image, use_reentrant=False, preserve_rng_state=False)
+            out: Tensor = checkpoint(
+                self.compute_block, x, image, use_reentrant=False, preserve_rng_state=False
+            )
             return out
-        return self.whole(x, image)
+        return self.compute_block(x, image)
 
-    def whole(self, x: Tensor, image: ImageTokens) -> Tensor:
+    def compute_block(self, x: Tensor, image: ImageTokens) -> Tensor:
         """Compute the block without recomputation."""
         k, v = self.keys_values(image) if isinstance(image, Tensor) else image
         queries = self.ln_1(x).reshape(len(k), -1, x.shape[-1])  # all rows of an image attend to it at once
-        x = x + self.attn.read_keys(k, v, queries, Padded()).view_as(x)
+        x = x + self.attn.attend_keys(k, v, queries, Padded()).view_as(x)
         return x if self.mlp is None else x + self.mlp(self.ln_2(x))
 
     def keys_values(self, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +131,7 @@ class CaptionDecoder(Transformer):
         """The blocks of cross-attention in order."""
         return [block for block in self.cross_attn if isinstance(block, CrossAttentionBlock)]
 
-    def hidden(
+    def compute_hidden(
         self, image: Tensor, x: Tensor, parallel: Tensor | None = None, text: TextInput | None = None
     ) -> Tensor:
         """Compute inputs (B, L, D) to (B, L, D), of which ``text_projection`` makes logits of the next token.
@@ -145,16 +147,16 @@ class CaptionDecoder(Transformer):
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             mask = causal | parallel[:, None, None, None]  # (B, 1, L, L)
         rows = Padded(ends=torch.empty(0), mask=mask)
-        return self.through_blocks(x, repeat(rows), repeat(self.projected(image)), text)
+        return self.apply_blocks(x, repeat(rows), repeat(self.project_image(image)), text)
 
-    def projected(self, image: Tensor) -> Tensor:
+    def project_image(self, image: Tensor) -> Tensor:
         """Map the image's tokens to the decoder's width: (B, M, W) → (B, M, D)."""
         return image if self.image_projection is None else self.image_projection(image)
 
-    def through_blocks(
+    def apply_blocks(
         self, x: Tensor, rows: Iterable[Rows], image: Iterable[ImageTokens], text: TextInput | None = None
     ) -> Tensor:
-        """Compute ``hidden``, given the layout for each block, and the image for each block of cross-attention."""
+        """Apply all blocks, given the layout for each, and the image for each block of cross-attention."""
         own = self.blocks, self.ln_final
         blocks, norm = own if text is None or text.stack is None else text.stack
         assert norm is not None
@@ -252,7 +254,7 @@ class CaptionDecoder(Transformer):
         ends = captions.argmax(dim=-1).cpu().numpy() if lengths is None else np.array(lengths) - 1
         predicted = np.flatnonzero(np.arange(count) < ends[:, None])
         index = torch.from_numpy(predicted).to(device, non_blocking=True)  # (N,)
-        hidden = self.hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
+        hidden = self.compute_hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
         return hidden, targets.flatten()[index], index // count
 
     @torch.no_grad()

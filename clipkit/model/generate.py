@@ -14,7 +14,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.splitmix import MASK, mix
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import Cached, at_least_float32
-from clipkit.model.zero_shot import evaluating
+from clipkit.model.zero_shot import evaluation_mode
 
 
 @torch.no_grad()
@@ -53,7 +53,7 @@ def generate_captions(
     start, end, most = check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
     if not len(pixels):
         return []
-    with evaluating(model):
+    with evaluation_mode(model):
         prefixes = Prefixes(model, model.image_tokens(pixels)[1])
         tokens = start.to(pixels.device).expand(len(pixels), -1)  # (B, L)
         if beams > 1:
@@ -115,7 +115,7 @@ class Prefixes:
     def __init__(self, model: CLIP, image_tokens: Tensor) -> None:
         assert model.text_decoder is not None
         self._model, self._decoder = model, model.text_decoder
-        image_tokens = self._decoder.projected(image_tokens)
+        image_tokens = self._decoder.project_image(image_tokens)
         self._images = [block.keys_values(image_tokens) for block in self._decoder.cross_blocks]
         text = model.transformer.blocks if model.text is None else []
         self._text = [Cached() for _ in text]  # of a text tower before the decoder
@@ -144,7 +144,7 @@ class Prefixes:
         self.tokens = torch.cat([before, tokens], dim=1)
         text = self._model.decoder_input(self.tokens, first=first, cached=self._text)
         x = self._decoder.embed(tokens, first=first) if text is None else text.x
-        hidden = self._decoder.through_blocks(x, self._cached, self._images, text)[:, -1]
+        hidden = self._decoder.apply_blocks(x, self._cached, self._images, text)[:, -1]
         logits = self._decoder.logits(hidden)
         if not logits.sum().isfinite():
             raise DataError("the model's logits of captions are not finite: its weights are damaged")
@@ -172,7 +172,7 @@ def check_generation(
     if top_p and beams > 1:
         raise ConfigError("top_p (--top-p) cannot be combined with beams (--beams)")
     # long enough for all of its tokens, of which there are at most as many as bytes
-    row = model.tokenizer.of_length(len(prefix.encode()) + 8)([prefix])[0]
+    row = model.tokenizer.replace_length(len(prefix.encode()) + 8)([prefix])[0]
     place = int(row.argmax())
     longest = decoder.shape.context_length
     most = min(length or longest, longest)

@@ -99,8 +99,8 @@ class OpenClipVision(ImageArchitecture):
                 ) from error
         return visual
 
-    def with_channels(self, channels: int) -> Self:
-        return super().with_channels(channels) if self.backbone else replace(self, channels=channels)
+    def replace_channels(self, channels: int) -> Self:
+        return super().replace_channels(channels) if self.backbone else replace(self, channels=channels)
 
     def tokens(self, embed_dim: int) -> tuple[int, int] | None:
         patch, layers = self.config.get("patch_size", 16), self.config.get("layers", 12)
@@ -110,13 +110,13 @@ class OpenClipVision(ImageArchitecture):
             return self.config.get("attn_pooler_queries", 256) - 1, embed_dim
         return (self.image_size // patch) ** 2, self.config.get("width", 768)
 
-    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
         return _with_output_tokens(module, images)
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         if self.backbone:
             return _backbone_layers(module.get_submodule("trunk"))
-        return _RESNET if isinstance(self.config.get("layers"), list | tuple) else super().layer_of(module)
+        return _RESNET if isinstance(self.config.get("layers"), list | tuple) else super().map_layers(module)
 
     def open_clip_config(self) -> dict[str, Any]:
         return {"image_size": self.image_size, **self.config}
@@ -154,7 +154,7 @@ class TimmVision(ImageArchitecture):
                     f"{_MOST_VALUES} of them"
                 )
 
-    def with_options(self, options: Mapping[str, Any]) -> Self:
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
         return replace(self, options=options)
 
     @classmethod
@@ -180,11 +180,11 @@ class TimmVision(ImageArchitecture):
         head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
         return nn.Sequential(OrderedDict(trunk=trunk, head=head))
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         return replace(self, channels=channels)
 
     @property
-    def published(self) -> str:
+    def hub_repository(self) -> str:
         import timm
 
         known = timm.get_pretrained_cfg(self.name)
@@ -217,7 +217,7 @@ class TimmVision(ImageArchitecture):
         named = known.interpolation if known.interpolation in INTERPOLATIONS else preprocess.interpolation
         return replace(preprocess, mean=known.mean, std=known.std, interpolation=named)
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _backbone_layers(module.get_submodule("trunk"))
 
     def open_clip_config(self) -> dict[str, Any]:
@@ -264,7 +264,7 @@ class OpenClipText(TextArchitecture):
             options["tokenizer_mode"] = self.config["tokenizer_mode"]
         return {"source": source, "context_length": self.context_length, "options": options}
 
-    def with_tokenizer_in(self, folder: Path) -> Self:
+    def use_tokenizer(self, folder: Path) -> Self:
         source, mode, options = (
             self.config.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")
         )
@@ -304,7 +304,7 @@ class OpenClipText(TextArchitecture):
             return False
         return bool(self.config.get("no_causal_mask")) or self.config.get("pool_type") == "last"
 
-    def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
         return _with_output_tokens(module, tokens)
 
     def open_clip_config(self) -> dict[str, Any]:
@@ -352,7 +352,7 @@ class TransformersText(TextArchitecture):
     def library_tokenizer(self) -> Mapping[str, Any]:
         return {"source": self.model, "context_length": self.context_length, "trim": True}
 
-    def with_tokenizer_in(self, folder: Path) -> Self:
+    def use_tokenizer(self, folder: Path) -> Self:
         return replace(self, model=str(folder)) if _holds_tokenizer(folder) else self
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
@@ -379,7 +379,7 @@ class TransformersText(TextArchitecture):
             projection=self.projection,
         )
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _ENCODER
 
 

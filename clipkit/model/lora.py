@@ -130,7 +130,7 @@ def _matrices(model: AdaptableModel, adapters: Adapters) -> list[tuple[nn.Module
         ("text", adapters.text, shape.text, model if model.text is None else model.text),
     )
     for tower, wanted, kind, module in towers:
-        layer = kind.layer_of(module) if wanted else None
+        layer = kind.map_layers(module) if wanted else None
         own = []
         for name, parameter in module.named_parameters() if layer is not None else ():
             if module is model and name.startswith(("visual.", *_HEADS)):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.model.architectures import COLORS
-from clipkit.model.towers import VisionTransformer, at_least_float32, cut_patches, draws, kept_patches
+from clipkit.model.towers import VisionTransformer, at_least_float32, cut_patches, draw_numbers, draw_patches
 
 _CELLS = 4  # of a patch along each side, for the target "small"
 
@@ -102,11 +102,11 @@ class MaskedPatchHead(nn.Module):
             visual: the image tower.
             images: (B, 3, S, S) uint8.
             colors: see ``VisionTransformer.stem``.
-            sources: (B, P) int64, see ``corrupted``.
+            sources: (B, P) int64, see ``corrupt_patches``.
             chosen: (B, K) int64.
             labels: (B, K, …), see ``Target``.
         """
-        tokens = visual.with_tokens(images, colors=colors, replaced=(sources, self.mask_embedding))[1]
+        tokens = visual.encode_with_tokens(images, colors=colors, replaced=(sources, self.mask_embedding))[1]
         index = (chosen + 1)[..., None].expand(-1, -1, tokens.shape[-1])  # token 0 is the class token
         outputs = self.head(tokens.gather(1, index)).flatten(0, 1)  # (N, outputs)
         with torch.autocast(images.device.type, enabled=False):  # losses are computed in at least float32
@@ -120,7 +120,7 @@ class MaskedPatchHead(nn.Module):
         nn.init.zeros_(self.head.bias)
 
 
-def corrupted(
+def corrupt_patches(
     images: Tensor, *, target: str, side: int, fraction: float, seed: int, rows: Tensor
 ) -> dict[str, Tensor]:
     """Choose patches and their replacements: [mask] for 80%, another patch of the image for 10%, itself for 10%.
@@ -141,8 +141,10 @@ def corrupted(
     cut = cut_patches(images, side).flatten(1, 2)  # (B, P, 3, p, p)
     patches = cut.shape[1]
     keep = max(1, round(fraction * patches))
-    chosen = kept_patches(seed=seed, rows=rows, patches=patches, keep=keep)
-    numbers = draws(seed=seed, rows=rows, count=3 * patches)[:, patches:]  # kept_patches uses the first
+    chosen = draw_patches(seed=seed, rows=rows, patches=patches, keep=keep)
+    numbers = draw_numbers(seed=seed, rows=rows, count=3 * patches)[
+        :, patches:
+    ]  # draw_patches uses the first
     kind, which = (one.gather(1, chosen) for one in numbers.split(patches, dim=1))
     other = (chosen + 1 + which.remainder(max(patches - 1, 1))) % patches
     kind = kind.remainder(10)

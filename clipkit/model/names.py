@@ -33,8 +33,8 @@ from clipkit.model.architectures import (
     TextTower,
     VisionTower,
     WordTable,
-    named,
-    selected,
+    get_architecture,
+    select_tower,
 )
 from clipkit.model.library_towers import (
     OpenClipText,
@@ -99,7 +99,7 @@ _TOP = {
 }  # fmt: skip
 
 
-def architecture(
+def create_architecture(
     name: str,
     *,
     image: str = "",
@@ -123,22 +123,22 @@ def architecture(
         ConfigError: a name is unknown, or its library or configuration is not available.
     """
     check_names(name, image, text, called="name")
-    shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else named(name)
-    if vision := selected(image, IMAGE_TOWERS):
+    shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else get_architecture(name)
+    if vision := select_tower(image, IMAGE_TOWERS):
         tower = vision[0].from_setting(vision[1], embed_dim=shape.embed_dim)
-        shape = replace(shape, vision=tower.with_options(image_options or {}))
+        shape = replace(shape, vision=tower.replace_options(image_options or {}))
     elif image_options:
         raise ConfigError("image_options require model.image=timm:NAME or pixels:SIZE")
-    if words := selected(text, TEXT_TOWERS):
+    if words := select_tower(text, TEXT_TOWERS):
         shape = replace(shape, text=words[0].from_setting(words[1], embed_dim=shape.embed_dim))
-    return shape.resized(image_size=image_size, context_length=context_length)
+    return shape.replace_size(image_size=image_size, context_length=context_length)
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
     """Check names without loading a library.
 
     Args:
-        name: as for ``architecture``; likewise ``image`` and ``text``.
+        name: as for ``create_architecture``; likewise ``image`` and ``text``.
         called: name of the setting for the error message.
 
     Raises:
@@ -158,9 +158,9 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
     elif _listed(name) in known and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
         raise ConfigError(f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}")
     else:
-        named(name, called=called)
+        get_architecture(name, called=called)
     for what, given, kinds in (("image", image, IMAGE_TOWERS), ("text", text, TEXT_TOWERS)):
-        if given and selected(given, kinds) is None:
+        if given and select_tower(given, kinds) is None:
             usage = [kind.setting for kind in kinds.values() if kind.setting]
             listed = f"{', '.join(usage[:-1])}, or {usage[-1]}" if len(usage) > 1 else usage[0]
             raise ConfigError(f"model.{what} = {given!r} is unknown: give {listed}")
@@ -282,7 +282,7 @@ def to_open_clip(shape: Architecture) -> dict[str, Any]:
         config["quick_gelu"] = True
     if shape.logit_bias:
         config["init_logit_bias"] = 0.0
-    if (decoder := shape.decoder) is not None and decoder.feed == "text" and not shape.is_own:
+    if (decoder := shape.decoder) is not None and decoder.feed == "text" and not shape.is_native:
         config["multimodal_cfg"] = {name: getattr(decoder, name) for name in (*_DECODER, "vocab_size")}
         config["vision_cfg"] |= {"output_tokens": True}
         config["text_cfg"] |= {"output_tokens": True}

@@ -123,7 +123,7 @@ class Preprocess:
             channels=self.channels,
         )
 
-    def with_decoding(
+    def replace_decoding(
         self,
         *,
         background: str | Color | None = None,
@@ -147,7 +147,7 @@ class Preprocess:
             changed = replace(changed, pixel_range=parse_pixel_range(pixel_range))
         return changed if upright is None else replace(changed, upright=upright)
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         """Return the preprocessing for more channels, which get the averages of all three, or for fewer."""
 
         def extended(values: tuple[float, ...]) -> tuple[float, ...]:
@@ -225,7 +225,7 @@ def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor
     return torch.from_numpy(pixels.copy()), traits  # (C, S, S)
 
 
-def batch_of(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
+def preprocess_images(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
     """Convert images to (N, 3, S, S) uint8, each by ``eval_pixels``."""
     return torch.stack([eval_pixels(image, preprocess) for image in images])
 

@@ -61,7 +61,7 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
     return fitted
 
 
-def fitted_grid(positions: Tensor, side: int) -> Tensor:
+def resize_grid(positions: Tensor, side: int) -> Tensor:
     """Resize position embeddings of a class token and a square grid, (1 + P, D) → (1 + side², D).
 
     Differentiable, for training on smaller images (as in FlexiViT, Beyer et al. 2023,

@@ -72,7 +72,7 @@ def tokenize(
     if not isinstance(context_length, SupportsIndex) or not 2 <= context_length <= _MAX_CONTEXT:
         raise ConfigError(f"context_length = {context_length!r} is not a number from 2 to {_MAX_CONTEXT}")
     context_length = int(context_length)
-    many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
+    many = [texts] if isinstance(texts, str) else convert_strings(texts, "texts")
     longest = max(map(len, many), default=0)
     if longest > MAX_CHARACTERS:
         raise DataError(f"a text of {longest} characters is over the limit of {MAX_CHARACTERS}")
@@ -100,7 +100,7 @@ def tokenize(
     return torch.from_numpy(tokens).view(len(rows), context_length)
 
 
-def list_of_strings(given: Iterable[str], what: str) -> list[str]:
+def convert_strings(given: Iterable[str], what: str) -> list[str]:
     """Convert strings of any type, such as numpy's, to a list of str.
 
     Raises:
@@ -290,8 +290,8 @@ class _Model(NamedTuple):
 def _model() -> _Model:
     from tokenizers.models import BPE
 
-    merges, symbols = pair_merges(), byte_symbols()
-    vocabulary = {token: i for i, token in enumerate([*tokens_in_order(), *_SPECIAL])}
+    merges, symbols = read_merges(), byte_symbols()
+    vocabulary = {token: i for i, token in enumerate([*list_tokens(), *_SPECIAL])}
     bpe = BPE(vocabulary, merges, end_of_word_suffix="</w>", cache_capacity=0)
     words = {token[:-4]: i for token, i in vocabulary.items() if token.isascii() and token.endswith("</w>")}
     words |= {token: vocabulary[token] for token in _SPECIAL}
@@ -300,18 +300,18 @@ def _model() -> _Model:
     return _Model(bpe=bpe, symbols=symbols, words=ids, plain_words=letters)
 
 
-def tokens_in_order() -> list[str]:
+def list_tokens() -> list[str]:
     """Return the vocabulary without its two special tokens, by id."""
     symbols = list(byte_symbols().values())
-    return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, pair_merges())]
+    return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, read_merges())]
 
 
 @cache
 def _symbols_by_id() -> tuple[str, ...]:
-    return tuple(tokens_in_order())
+    return tuple(list_tokens())
 
 
-def pair_merges() -> list[tuple[str, str]]:
+def read_merges() -> list[tuple[str, str]]:
     """Return the merges of the byte-pair encoding in order, from the file in open_clip_torch."""
     lines = gzip.decompress(vocabulary_file().read_bytes()).decode("utf-8").split("\n")[1 : _MERGES + 1]
     return [(left, right) for left, right in (line.split() for line in lines)]
@@ -356,7 +356,7 @@ class Tokenizer(Protocol):
     def store(self, folder: Path) -> Any:
         """Write the tokenizer's files to a checkpoint folder, and return its entry in model.json."""
 
-    def of_length(self, context_length: int) -> "Tokenizer":
+    def replace_length(self, context_length: int) -> "Tokenizer":
         """Return the tokenizer with another maximum number of tokens."""
 
 
@@ -391,7 +391,7 @@ class ClipTokenizer:
     def store(self, folder: Path) -> Any:
         return VOCABULARY
 
-    def of_length(self, context_length: int) -> "ClipTokenizer":
+    def replace_length(self, context_length: int) -> "ClipTokenizer":
         return replace(self, context_length=context_length)
 
 
@@ -428,7 +428,7 @@ class ClassTokenizer:
     def store(self, folder: Path) -> Any:
         return _CLASSES
 
-    def of_length(self, context_length: int) -> "ClassTokenizer":
+    def replace_length(self, context_length: int) -> "ClassTokenizer":
         return self
 
 
@@ -509,7 +509,7 @@ class LibraryTokenizer:
         names = ("context_length", "options", "trim")
         return {"kind": "transformers", **{name: getattr(self, name) for name in names}}
 
-    def of_length(self, context_length: int) -> "LibraryTokenizer":
+    def replace_length(self, context_length: int) -> "LibraryTokenizer":
         return replace(self, context_length=context_length, _made=None)
 
 
@@ -588,7 +588,7 @@ class TransformersTokenizer:
         self.library().save_pretrained(folder / _FOLDER)
         return {"kind": _UNCLEANED, "context_length": self.context_length}
 
-    def of_length(self, context_length: int) -> "TransformersTokenizer":
+    def replace_length(self, context_length: int) -> "TransformersTokenizer":
         return replace(self, context_length=context_length, _made=None)
 
 
@@ -609,7 +609,7 @@ def _check_words(library: Any, source: str) -> None:
         )
 
 
-def trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:
+def open_trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:
     """Return the tokenizer in a folder, for clipkit's text transformer, which reads a text at its largest token.
 
     Raises:
@@ -623,12 +623,12 @@ def trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer
             f"{name}: no tokenizer there; python -m data tokenizer SOURCE --out FOLDER makes one"
         )
     own = TransformersTokenizer(source=str(place.absolute()), context_length=context_length)
-    if end_of_texts(own) is None:
+    if find_text_end(own) is None:
         raise ConfigError(f"{name}: it must end every text with its largest token")
     return own
 
 
-def stored_tokenizer(folder: Path) -> TransformersTokenizer:
+def open_stored_tokenizer(folder: Path) -> TransformersTokenizer:
     """Return the tokenizer of a checkpoint of a run with ``model.tokenizer``, of any context length."""
     return TransformersTokenizer(source=str(folder / _FOLDER), context_length=CONTEXT_LENGTH)
 
@@ -685,7 +685,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(name)) for name in _FILES)
 
 
-def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
+def open_folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
     """Return the tokenizer of a folder of transformers, for clipkit's text tower, which reads the largest token.
 
     Args:
@@ -713,7 +713,7 @@ def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
             raise CheckpointError(
                 f"its tokenizer has tokens up to {largest}, and config.json says vocab_size = {text.vocab_size}"
             )
-        if end != ANY_END and end_of_texts(own) != end:
+        if end != ANY_END and find_text_end(own) != end:
             raise CheckpointError(
                 f"config.json: texts are read at token {end}, which does not end its tokenizer's texts, or is "
                 "not its largest"
@@ -723,7 +723,7 @@ def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
     return own
 
 
-def end_of_texts(own: TransformersTokenizer) -> int | None:
+def find_text_end(own: TransformersTokenizer) -> int | None:
     """Return the token that ends all texts, cut or not, if it is the largest of the vocabulary; otherwise None."""
     largest = max(own.library().get_vocab().values(), default=0)
     ends = {row[-1] if row else None for row in own.rows([*_PROBES, "a " * 2000])}
@@ -784,8 +784,8 @@ def _is_clips_json(content: str) -> bool:
 
 
 def _is_clips_vocabulary(vocabulary: Mapping[str, Any], merges: list[Any]) -> bool:
-    tokens = [*tokens_in_order(), *_SPECIAL_TOKENS.values()]
+    tokens = [*list_tokens(), *_SPECIAL_TOKENS.values()]
     if vocabulary != {token: number for number, token in enumerate(tokens)}:
         return False
     pairs = [tuple(one.split(" ") if isinstance(one, str) else one) for one in merges]
-    return pairs == pair_merges()
+    return pairs == read_merges()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
-from clipkit.model.resample import fitted_grid
+from clipkit.model.resample import resize_grid
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
@@ -55,7 +55,7 @@ class Padded:
         causal = self.ends is not None and self.mask is None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal).transpose(1, 2)
 
-    def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_readout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the tokens that are read: q (B, 1, H, E), k and v (B, L, H, E) → (B, 1, H, E)."""
         mask = None
         if self.ends is not None:
@@ -124,7 +124,7 @@ class Packed:
         """Attend within each text: (T, H, E) each → (T, H, E)."""
         return self.attention(q, k, v, self, ends_only=False)
 
-    def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_readout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the last tokens: q (B, H, E), k and v (T, H, E) → (B, H, E)."""
         return self.attention(q, k, v, self, ends_only=True)
 
@@ -132,7 +132,7 @@ class Packed:
         """Select the last token of each text: (T, D) → (B, D)."""
         return x[self.starts[1:].long() - 1]
 
-    def in_order(self, features: Tensor) -> Tensor:
+    def restore_order(self, features: Tensor) -> Tensor:
         """Sort features (B, O) of the packed batch into the order of the padded one."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(len(self.order), device=self.order.device)
@@ -181,7 +181,7 @@ def pack(
     )
 
 
-def varlen_runs(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
+def supports_varlen(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
     """Return whether ``attention_varlen`` supports a device, for weights of the given dtype."""
     if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < (8, 0):
         return False  # flash attention needs Ampere
@@ -260,7 +260,7 @@ class Attention(nn.Module):
 
     def read(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
         """Compute the output of the tokens ``query``, one of each row of ``x``."""
-        return self.read_keys(*self.keys_values(x), query, rows)
+        return self.attend_keys(*self.keys_values(x), query, rows)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values of tokens: (…, D) → two of (…, H, E)."""
@@ -269,11 +269,11 @@ class Attention(nn.Module):
         k, v = F.linear(x, weight, bias).unflatten(-1, (2, self.heads, -1)).unbind(-3)
         return k, v
 
-    def read_keys(self, k: Tensor, v: Tensor, query: Tensor, rows: Rows) -> Tensor:
+    def attend_keys(self, k: Tensor, v: Tensor, query: Tensor, rows: Rows) -> Tensor:
         """Compute ``read`` with the keys and values of ``x``."""
         width = query.shape[-1]
         q = F.linear(query, self.in_proj_weight[:width], self.in_proj_bias[:width])
-        out: Tensor = self.out_proj(rows.attend_read(q.unflatten(-1, (self.heads, -1)), k, v).flatten(-2))
+        out: Tensor = self.out_proj(rows.attend_readout(q.unflatten(-1, (self.heads, -1)), k, v).flatten(-2))
         return out
 
 
@@ -460,12 +460,12 @@ class VisionTransformer(nn.Module):
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``stem``."""
         if self.pool != "class":
-            return self.with_tokens(images, patches, colors=colors)[0]
+            return self.encode_with_tokens(images, patches, colors=colors)[0]
         read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors), Padded()))  # (B, D)
         out: Tensor = read @ self.proj
         return out
 
-    def with_tokens(
+    def encode_with_tokens(
         self,
         images: Tensor,
         patches: Tensor | None = None,
@@ -482,7 +482,7 @@ class VisionTransformer(nn.Module):
         tokens: Tensor = self.ln_post(x)
         if self.pool == "distilled":
             pair = zip(tokens[:, :2].unbind(dim=1), self.proj.chunk(2, dim=1), strict=True)
-            return unit_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
+            return normalize_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
         read = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
         return read @ self.proj, tokens
 
@@ -527,9 +527,9 @@ class VisionTransformer(nn.Module):
             x = x.gather(1, sources[..., None].expand(-1, -1, x.shape[-1]))
         places: Tensor = self.positional_embedding
         if self.positions == "learned_2d":
-            places = tied_grid(places)
+            places = average_grid(places)
         if side != self.image_size:
-            places = fitted_grid(places, grid)
+            places = resize_grid(places, grid)
         places = places.to(x.dtype)  # (P + 1, D)
         first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
         x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
@@ -569,7 +569,7 @@ class VisionTransformer(nn.Module):
             nn.init.zeros_(block.attn.out_proj.bias)
 
 
-def unit_halves(features: Tensor) -> Tensor:
+def normalize_halves(features: Tensor) -> Tensor:
     """Scale both halves of features (…, O) to unit norm, in at least float32.
 
     With a distillation token (DeiT, Touvron et al. 2021, https://arxiv.org/abs/2012.12877), the first half belongs
@@ -579,7 +579,7 @@ def unit_halves(features: Tensor) -> Tensor:
     return F.normalize(at_least_float32(features).unflatten(-1, (2, -1)), dim=-1).flatten(-2)
 
 
-def tied_grid(places: Tensor) -> Tensor:
+def average_grid(places: Tensor) -> Tensor:
     """Project position embeddings (1 + side², width) to ViT's "2-D": a row's and a column's of half the width each.
 
     The first half is averaged along rows and the second half along columns, and so are the gradients. A tied table
@@ -596,7 +596,7 @@ def tied_grid(places: Tensor) -> Tensor:
 @torch.no_grad()
 def tie_grid(places: Tensor, *, drawn: int) -> None:
     """Tie random position embeddings in place and keep their deviation; ``drawn`` of a row's are independent."""
-    places.copy_(tied_grid(places))
+    places.copy_(average_grid(places))
     places[1:] *= drawn**0.5
 
 
@@ -629,7 +629,7 @@ class BagOfWordsTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode (B, L) int64, rows of start of text, words, end of text (the largest id), padding → (B, O)."""
-        weights = words_of(tokens).to(self.token_embedding.weight.dtype)
+        weights = mask_words(tokens).to(self.token_embedding.weight.dtype)
         mean = torch.einsum("bl,bld->bd", weights, self.token_embedding(tokens))
         out: Tensor = (mean / weights.sum(dim=-1, keepdim=True)) @ self.text_projection
         return out
@@ -641,7 +641,7 @@ class BagOfWordsTower(nn.Module):
         nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
 
 
-def words_of(tokens: Tensor) -> Tensor:
+def mask_words(tokens: Tensor) -> Tensor:
     """Return (B, L) whether each token is a word: not start, end or padding; an empty text has its start."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))
@@ -658,7 +658,7 @@ class WordTableTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode (B, L) int64 as ``BagOfWordsTower`` does, or single words (B, 1) → (B, O)."""
-        weights = words_of(tokens).to(self.token_embedding.weight.dtype)
+        weights = mask_words(tokens).to(self.token_embedding.weight.dtype)
         vectors = F.normalize(self.token_embedding(tokens), dim=-1)  # (B, L, O)
         return torch.einsum("bl,blo->bo", weights, vectors) / weights.sum(dim=-1, keepdim=True)
 
@@ -732,7 +732,7 @@ class PooledEncoder(nn.Module):
 # on all devices, for any number of ranks and accumulation, and in a second pass over the same images.
 
 
-def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
+def draw_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
     """Draw ``keep`` of ``patches`` patches for each image uniformly.
 
     Args:
@@ -747,18 +747,18 @@ def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
     assert rows.dtype == torch.int64 and rows.ndim == 1, (rows.dtype, rows.shape)
     assert 1 <= keep <= patches, (keep, patches)
     # stable, so that all devices break ties alike
-    smallest = draws(seed=seed, rows=rows, count=patches).argsort(dim=1, stable=True)[:, :keep]
+    smallest = draw_numbers(seed=seed, rows=rows, count=patches).argsort(dim=1, stable=True)[:, :keep]
     return smallest.sort(dim=1).values
 
 
-def draws(*, seed: int, rows: Tensor, count: int) -> Tensor:
-    """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``kept_patches``."""
+def draw_numbers(*, seed: int, rows: Tensor, count: int) -> Tensor:
+    """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``draw_patches``."""
     numbers = torch.arange(1, count + 1, device=rows.device) * signed(STEP)  # as SplitMix64 counts
     return mix_tensor(_keys(seed, rows)[:, None] + numbers)
 
 
-def chosen_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:
-    """Choose each row with a probability: (B,) bool; arguments as for ``kept_patches``."""
+def draw_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:
+    """Choose each row with a probability: (B,) bool; arguments as for ``draw_patches``."""
     return _keys(seed, rows) < min(int((fraction - 0.5) * 2**64), 2**63 - 1)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import in_parallel
-from clipkit.model.tokenizer import Tokenizer, list_of_strings
+from clipkit.model.cpu import run_parallel
+from clipkit.model.tokenizer import Tokenizer, convert_strings
 
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
 _SHOWN = 80  # characters of a class name in a message
@@ -53,13 +53,13 @@ def zero_shot_classifier(
     for what, given in (("class_names", class_names), ("templates", templates)):
         if isinstance(given, str):
             raise DataError(f"{what} must be a list, not the one string {given!r}")
-    names, places = list_of_strings(class_names, "class_names"), list_of_strings(templates, "templates")
+    names, places = convert_strings(class_names, "class_names"), convert_strings(templates, "templates")
     if not names or not places:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
     if model.architecture.text.classes:
         places = ["{c}"]
     prompts = [[fill_template(template, name) for template in places] for name in names]
-    if not allow_indistinguishable and (same := indistinguishable_classes(model.tokenizer, prompts)):
+    if not allow_indistinguishable and (same := find_indistinguishable_classes(model.tokenizer, prompts)):
         first, second = (repr(names[number][:_SHOWN]) for number in same[0][:2])
         others = sum(map(len, same)) - 2
         more = f" (so do {others:,} more names)" if others else ""
@@ -73,7 +73,7 @@ def zero_shot_classifier(
     return F.normalize(per_class, dim=-1).T.contiguous()
 
 
-def indistinguishable_classes(
+def find_indistinguishable_classes(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[str]]
 ) -> list[tuple[int, ...]]:
     """Find the classes that a model cannot tell apart, because all their prompts have the same tokens.
@@ -94,7 +94,7 @@ def indistinguishable_classes(
         left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
         if not left:
             break
-        tokens = token_numbers(tokenizer, [prompts[i][template] for i in left])
+        tokens = number_texts(tokenizer, [prompts[i][template] for i in left])
         for i, own in zip(left, tokens, strict=True):
             keys[i] = (*keys[i], own)
     groups: dict[tuple[int, ...], list[int]] = {}
@@ -103,7 +103,7 @@ def indistinguishable_classes(
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def token_numbers(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+def number_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
     """Number texts by their tokens: texts with the same number are identical to the model."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(row.tobytes(), len(numbers)) for row in tokenizer(texts).numpy()]
@@ -132,7 +132,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
         ConfigError: ``batch_size`` is not a positive integer.
     """
     check_batch_size(batch_size)
-    prompts = list_of_strings(prompts, "texts")
+    prompts = convert_strings(prompts, "texts")
     device = model.logit_scale.device
     distinct = list(dict.fromkeys(prompts))
     # batches of similar lengths, as a batch is padded to its longest
@@ -140,9 +140,9 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
     rows: dict[str, Tensor] = {}
     starts = range(0, len(by_length), batch_size)
     batches = [[distinct[i] for i in by_length[start : start + batch_size]] for start in starts]
-    with evaluating(model):
+    with evaluation_mode(model):
         tokens = (model.tokenizer(texts).to(device) for texts in batches)
-        for texts, features in zip(batches, in_parallel(model, model.encode_text, tokens), strict=True):
+        for texts, features in zip(batches, run_parallel(model, model.encode_text, tokens), strict=True):
             rows.update(zip(texts, features.float(), strict=True))
     if not rows:
         return torch.zeros(0, model.dim, device=device)
@@ -150,7 +150,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and restore the mode of each of its modules afterwards."""
     training = [module for module in model.modules() if module.training]
     if training:
@@ -163,7 +163,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def with_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
+def attach_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
     """Replace the text tower by a classification head with the given rows.
 
     With the rows of a zero-shot classifier it predicts like that classifier, as in WiSE-FT (Wortsman et al. 2022,

@@ -12,7 +12,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, Decoder
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import TextInput
-from clipkit.model.towers import chosen_rows
+from clipkit.model.towers import draw_rows
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 
@@ -100,7 +100,7 @@ class Caption(Term):
         )
         heads: dict[str, Any] = {"decoder": decoder}
         if self.feed == "shared" and not model.weights:
-            heads["text"] = shape.text.with_attention(causal=False)
+            heads["text"] = shape.text.replace_attention(causal=False)
         return heads
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
@@ -109,7 +109,7 @@ class Caption(Term):
         inputs: dict[str, Any] = {"captions": batch.tokens, "lengths": batch.lengths}
         if self.parallel:
             rows = batch.rows.to(batch.tokens.device)
-            inputs["parallel"] = chosen_rows(seed=draw.seed, rows=rows, fraction=self.parallel)
+            inputs["parallel"] = draw_rows(seed=draw.seed, rows=rows, fraction=self.parallel)
         return inputs, sum(min(length - 1, self.length) for length in batch.lengths)
 
     def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:

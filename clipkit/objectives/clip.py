@@ -20,11 +20,11 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     PositivePairs,
     check_features,
-    counts_alike,
+    count_alike,
     positive_pairs,
     row_sums,
-    softmaxes,
     split_negatives,
+    sum_softmaxes,
     target_entropy,
     tiles,
 )
@@ -123,7 +123,7 @@ class _Contrastive(torch.autograd.Function):
             by_row[0] = greatest
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
         ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
-        text_sums = by_column[:, batch.own]  # (2, B)
+        text_sums = by_column[:, batch.local_rows]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:
             mean_image = sum_over_ranks(images.sum(0)) / batch.size
@@ -141,7 +141,7 @@ class _Contrastive(torch.autograd.Function):
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
         for tile, logits in tiles(images, all_texts, scale):
             ctx.pairs.fill_ignored(logits, tile, _NONE)
-            slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
+            slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             if ctx.smoothing:
                 slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
             ctx.pairs.subtract_targets(slopes, tile)
@@ -183,7 +183,7 @@ class Clip(Objective):
 
         m is N unless ``same`` is "ignored".
         """
-        _, compared = counts_alike(targets.identities, targets.same)
+        _, compared = count_alike(targets.identities, targets.same)
         return compared.log().mean().item()
 
     def floor(self, targets: Targets, text_rows: int) -> float:
@@ -194,5 +194,5 @@ class Clip(Objective):
         """
         if targets.same == "ignored":
             return 0.0
-        alike, compared = counts_alike(targets.identities, targets.same)
+        alike, compared = count_alike(targets.identities, targets.same)
         return target_entropy(alike, compared, targets.smoothing).mean().item()

@@ -11,7 +11,7 @@ from clipkit.config import Config, require_use
 from clipkit.model.architectures import PixelTower
 from clipkit.model.clip import CLIP
 from clipkit.model.pixels import PixelTransformer
-from clipkit.model.towers import kept_patches
+from clipkit.model.towers import draw_patches
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 
@@ -50,7 +50,7 @@ class ImageGpt(Term):
         if vision.causal:
             return {}, len(batch.images) * pixels
         rows, keep = batch.rows.to(batch.images.device), max(1, round(self.fraction * pixels))
-        chosen = kept_patches(seed=draw.seed, rows=rows, patches=pixels, keep=keep)
+        chosen = draw_patches(seed=draw.seed, rows=rows, patches=pixels, keep=keep)
         return {"chosen": chosen}, chosen.numel()
 
     def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:

@@ -18,7 +18,7 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     PositivePairs,
     check_features,
-    counts_alike,
+    count_alike,
     positive_pairs,
     split_negatives,
     tiles,
@@ -146,7 +146,7 @@ class SigLip(Objective):
 
         A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
         """
-        alike, compared = counts_alike(targets.identities, targets.same)
+        alike, compared = count_alike(targets.identities, targets.same)
         positives = len(alike) if targets.same == "ignored" else alike.sum().item()
         classified = compared.sum().item()
         p = positives / classified

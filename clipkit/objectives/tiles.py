@@ -42,7 +42,7 @@ class GlobalBatch:
         self._counts = counts_of_rows(len(rows))
         self.size = sum(self._counts)  # N
         first = sum(self._counts[: rank()])
-        self.own = slice(first, first + len(rows))  # this rank's among all
+        self.local_rows = slice(first, first + len(rows))  # this rank's among all
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return all ranks' (N, …) rows from each rank's (B, …); no gradient."""
@@ -127,7 +127,7 @@ class ColumnSums:
         return torch.stack([greatest, totals[0]]), totals[1:] / totals[0]
 
 
-def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+def sum_softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     """Return softmax by row plus softmax by column of an (R, N) tile, which is overwritten.
 
     Args:
@@ -298,7 +298,7 @@ class PositivePairs:
         if self._same != "positives":
             return self._row_sums * 2
         self._all_weights = self._batch.gather(self._weights.reciprocal_())
-        column_sums = sum_over_ranks(self._column_sums)[self._batch.own]
+        column_sums = sum_over_ranks(self._column_sums)[self._batch.local_rows]
         return (self._row_sums + column_sums) * self._weights  # as many images as texts are the same
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
@@ -311,7 +311,7 @@ class PositivePairs:
         slopes.addcmul_(same, self._all_weights, value=-1)
 
     def _diagonal(self, values: Tensor, tile: slice) -> Tensor:
-        return values.diagonal(self._batch.own.start + tile.start)
+        return values.diagonal(self._batch.local_rows.start + tile.start)
 
 
 def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Tensor:
@@ -327,7 +327,7 @@ def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Ten
     return -(positives * positive.xlogy(positive) + (compared - positives) * rest.xlogy(rest))
 
 
-def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
+def count_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
     """Count, for each pair of the global batch, the pairs that are the same and the pairs it is compared with.
 
     All ranks call it together. No N × N table is created.

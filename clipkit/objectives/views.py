@@ -24,7 +24,7 @@ from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import at_least_float32, draws
+from clipkit.model.towers import at_least_float32, draw_numbers
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
@@ -84,12 +84,12 @@ class Views(Term):
         rows = draw.batch.rows.to(images.device)
         texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
         inputs = {
-            "boxes": drawn_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
+            "boxes": draw_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
             "whole": teaching.images,
             # the same for all images: (B, …) without memory, as arguments have a row for each image
             "texts": texts.expand(len(images), -1, -1),
             "scales": teaching.scale.expand(len(images)),
-            "sides": [view_side(self, draw.shape, image_size=images.shape[-1])] * len(images),
+            "sides": [select_view_side(self, draw.shape, image_size=images.shape[-1])] * len(images),
         }
         return inputs, len(images)
 
@@ -100,25 +100,25 @@ class Views(Term):
             model: the model, with an image tower that encodes other sizes.
             images: (B, 3, S, S) uint8.
             tokens: not used.
-            **inputs: ``boxes`` (B, V, 4), see ``drawn_boxes``, and the teacher's features of the whole images,
+            **inputs: ``boxes`` (B, V, 4), see ``draw_boxes``, and the teacher's features of the whole images,
                 ``whole`` (B, O); the same for each image are the teacher's features of all texts, ``texts``
                 (B, N, O), its exp(t), ``scales`` (B,), and s, ``sides``.
         """
         boxes = inputs["boxes"]
-        crops = views(images, boxes, side=inputs["sides"][0]).flatten(0, 1)  # (BV, 3, s, s)
+        crops = cut_views(images, boxes, side=inputs["sides"][0]).flatten(0, 1)  # (BV, 3, s, s)
         mean, std = model.colors
         features = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
         features = features.unflatten(0, boxes.shape[:2])
         return divergence(features, inputs["whole"], inputs["texts"][0], inputs["scales"][0])
 
 
-def view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
+def select_view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
     """Return the side of a view: the setting, or half of the image's in whole patches; at most the image's."""
     step = shape.vision.size_step
     return min(image_size, settings.size or max(step, image_size // 2 // step * step))
 
 
-def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:
+def draw_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:
     """Draw boxes in images: (B, V, 4) float32 left, top, width and height, as fractions of the image's side.
 
     The area is uniform, the logarithm of the aspect ratio too (3/4 to 4/3), and so is the place.
@@ -129,7 +129,7 @@ def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -
         count: V.
         area: least and greatest area of a box, as fractions of the image's.
     """
-    numbers = draws(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
+    numbers = draw_numbers(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
     sizes, aspects, lefts, tops = ((numbers >> 11) & (2**53 - 1)).double().div_(2**53).unbind(-1)
     sizes = area[0] + (area[1] - area[0]) * sizes
     aspects = _ASPECT ** (2 * aspects - 1)
@@ -138,7 +138,7 @@ def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -
     return torch.stack([lefts * (1 - widths), tops * (1 - heights), widths, heights], dim=-1).float()
 
 
-def views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
+def cut_views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     """Cut boxes out of uint8 images, and resize them bilinearly to (B, V, 3, s, s) float32 from 0 to 255."""
     count = boxes.shape[1]
     places = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from clipkit.config import Config, require
 from clipkit.distributed import sum_over_ranks
 from clipkit.model.architectures import TextArchitecture
-from clipkit.model.towers import at_least_float32, words_of
+from clipkit.model.towers import at_least_float32, mask_words
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import mean_over_rows, tile_height
 
@@ -83,7 +83,7 @@ def _tile_losses(images: Tensor, words: Tensor, scale: Tensor, targets: Tensor) 
 
 def _distinct_words(tokens: Tensor) -> Tensor:
     """Return (B, L) the words of each text, each once; -1 elsewhere."""
-    ordered = tokens.masked_fill(~words_of(tokens), -1).sort(dim=1).values
+    ordered = tokens.masked_fill(~mask_words(tokens), -1).sort(dim=1).values
     again = ordered[:, 1:] == ordered[:, :-1]
     ordered[:, 1:].masked_fill_(again, -1)
     return ordered

@@ -80,7 +80,7 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-    if not model.architecture.is_own:
+    if not model.architecture.is_native:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
     world = world_size()
     per_host = ranks_of_host()
@@ -130,7 +130,7 @@ def replicated(model: CLIP) -> nn.Module:
     if world_size() == 1 or _is_sharded_module(model):
         return model
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
-    changing = not model.architecture.is_own
+    changing = not model.architecture.is_native
     option = "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch

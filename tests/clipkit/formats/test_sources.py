@@ -375,7 +375,7 @@ def test_load_reads_the_given_file_of_a_hub_folder(tmp_path: Path) -> None:
     assert clipkit.load(tmp_path).logit_scale.item() != 1.5
     with pytest.raises(CheckpointError, match="for GELU, open_clip:ViT-tiny-quickgelu is for QuickGELU"):
         clipkit.load(tmp_path, name="open_clip:ViT-tiny-quickgelu")
-    assert clipkit.load(tmp_path, name="open_clip:ViT-tiny").architecture.is_own
+    assert clipkit.load(tmp_path, name="open_clip:ViT-tiny").architecture.is_native
 
 
 @pytest.fixture

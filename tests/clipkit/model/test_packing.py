@@ -14,7 +14,7 @@ from torch import Tensor
 import clipkit.model.clip
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, varlen_runs
+from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, supports_varlen
 
 LENGTHS = [5, 2, 77, 5, 9, 33, 2, 9, 9, 12, 3, 76]
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_packed_features_and_gradients_equal_padded_ones(
     tiny: CLIP, how: str, dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "by segment":
-        monkeypatch.setattr(clipkit.model.clip, "varlen_runs", lambda *_, **__: True)
+        monkeypatch.setattr(clipkit.model.clip, "supports_varlen", lambda *_, **__: True)
         monkeypatch.setattr(clipkit.model.clip, "attention_varlen", by_segment)
     model, tokens = tiny.to(dtype), texts(LENGTHS)
     want, own = padded(model, tokens), model.encode_text(tokens, lengths=LENGTHS)
@@ -93,7 +93,7 @@ def test_pack_places_each_token_once(lengths: list[int]) -> None:
     assert packed.starts.tolist() == [sum(sorted(lengths)[:n]) for n in range(len(lengths) + 1)]
     assert packed.starts.dtype == torch.int32
     ends = packed.read(torch.stack([packed.rows, packed.places], dim=1))
-    assert packed.in_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
+    assert packed.restore_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
 
 
 @given(
@@ -127,7 +127,7 @@ def test_linear_layers_process_only_real_tokens(tiny: CLIP, monkeypatch: pytest.
 
 
 def test_varlen_kernel_is_not_used_on_cpu(tiny: CLIP) -> None:
-    assert not varlen_runs(CPU, torch.bfloat16, head_width=64)
+    assert not supports_varlen(CPU, torch.bfloat16, head_width=64)
     half = tiny.bfloat16()
     with torch.no_grad():
         assert half.encode_text(texts([3, 9]), lengths=[3, 9]).dtype == torch.float32
@@ -144,7 +144,7 @@ def test_packed_features_equal_padded_ones_on_gpu(tiny: CLIP, how: str) -> None:
     wanted = gradients(exact, want)
     model = exact if how == "autocast" else exact.to(getattr(torch, how))
     with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
-        assert varlen_runs(device, model.text_projection.dtype, head_width=16)
+        assert supports_varlen(device, model.text_projection.dtype, head_width=16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")  # no synchronization with the device
