@@ -77,7 +77,7 @@ class _OwnTextEncoder(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, L) → (B, O)."""
         x = self.token_embedding(input_ids) + self.positional_embedding[: input_ids.shape[1]]  # (B, L, D)
-        read = self.ln_final(self.transformer(x, Padded.texts(input_ids, causal=self.causal)))  # (B, D)
+        read = self.ln_final(self.transformer(x, Padded.from_texts(input_ids, causal=self.causal)))  # (B, D)
         return F.normalize(read @ self.text_projection, dim=-1)
 
 

@@ -79,7 +79,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         processor["do_center_crop"] = False
     if isinstance(own := model.tokenizer, TransformersTokenizer):
         # text features are read at the end-of-text token, or at the largest token if there is none
-        library, end = own.library(), find_text_end(own)
+        library, end = own.load_library(), find_text_end(own)
         configs["config.json"]["text_config"].update(
             bos_token_id=library.bos_token_id,
             pad_token_id=library.pad_token_id,

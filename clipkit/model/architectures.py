@@ -8,6 +8,7 @@ special.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
     from clipkit.model.preprocess import Preprocess
 
-_MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
+# limits for stored architectures, which are not trusted
+_MAX = 1_000_000
+_MAX_LAYERS = 1000
+_MAX_RATIO = 64
 QUICKGELU = "-quickgelu"  # suffix of a name
 
 Layer: TypeAlias = tuple[int, ...] | None  # STEM, the number of a block, or None for the head
@@ -35,8 +39,9 @@ class LayerNames:
     head: re.Pattern[str]
 
     def __call__(self, name: str) -> Layer:
-        if block := self.block.match(name):
-            return tuple(int(number) for number in block.groups())
+        block = self.block.match(name)
+        if block is not None:
+            return tuple(map(int, block.groups()))
         return None if self.head.match(name) else STEM
 
 
@@ -53,7 +58,7 @@ class TowerArchitecture:
 
     Attributes:
         setting: how ``model.image`` or ``model.text`` selects this kind, such as "timm:NAME"; "" if they cannot.
-        own: whether clipkit implements it: it can be built on the meta device and initialized later, is
+        native: whether clipkit implements it: it can be built on the meta device and initialized later, is
             deterministic in the forward pass, and can be sharded.
         has_blocks: whether it has blocks to lock or recompute.
         sizes: fields of the tower by the settings of [shape] that select them; empty if there are none.
@@ -65,15 +70,17 @@ class TowerArchitecture:
     sizes: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.type is int:
-                _check_number(one.name, value, _MAX_LAYERS if one.name == "layers" else _MAX)
-            elif one.type is float:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type is int:
+                _check_integer(entry.name, value, _MAX_LAYERS if entry.name == "layers" else _MAX)
+            elif entry.type is float:
                 if type(value) not in (int, float) or not 0 < value <= _MAX_RATIO:
-                    raise ConfigError(f"{one.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}")
-            elif not isinstance(value, one.type if one.type in (str, bool) else Mapping):
-                raise ConfigError(f"{one.name} = {value!r} has the wrong type")
+                    raise ConfigError(
+                        f"{entry.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}"
+                    )
+            elif not isinstance(value, entry.type if entry.type in (str, bool) else Mapping):
+                raise ConfigError(f"{entry.name} = {value!r} has the wrong type")
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -231,7 +238,7 @@ class ImageArchitecture(TowerArchitecture):
         """Return the tower for images of another size."""
         return replace(self, **{"image_size": image_size})
 
-    def tokens(self, embed_dim: int) -> tuple[int, int] | None:
+    def token_shape(self, embed_dim: int) -> tuple[int, int] | None:
         """Return the number and width of an image's tokens that a decoder reads; None if it has none."""
         return None
 
@@ -255,7 +262,7 @@ class TextArchitecture(TowerArchitecture):
         any_length: whether L may be shorter than the context length.
         part_of_clip: whether it is the transformer whose parameters are part of ``CLIP`` itself.
         over_classes: whether it is a classification head, see ``classes``.
-        over_words: whether images can predict its words, see ``words``.
+        over_words: whether images can predict its tokens, see ``WordTable``.
     """
 
     any_length: ClassVar[bool] = True
@@ -291,11 +298,6 @@ class TextArchitecture(TowerArchitecture):
         return False
 
     @property
-    def words(self) -> int:
-        """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
-        return 0
-
-    @property
     def is_causal(self) -> bool:
         """Whether tokens attend to previous ones only; True for towers of other libraries."""
         return True
@@ -322,7 +324,7 @@ class TextArchitecture(TowerArchitecture):
     @property
     def caption_vocabulary(self) -> int:
         """Size of the vocabulary of the tokens that a decoder of captions predicts; 0 if there are none."""
-        return 0
+        return self.vocab_size if self.native and not self.over_classes else 0
 
     def replace_size(self, context_length: int) -> Self:
         """Return the tower for texts of another length."""
@@ -395,10 +397,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads()
-        for name, value, known in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
-            if value not in known:
-                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, known)}")
-        if (parts := {"sincos_2d": 4, "learned_2d": 2}.get(self.positions)) and self.width % parts:
+        for name, value, allowed in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
+            if value not in allowed:
+                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, allowed)}")
+        parts = {"sincos_2d": 4, "learned_2d": 2}.get(self.positions, 1)
+        if self.width % parts:
             raise ConfigError(
                 f"positions = {self.positions!r} requires a width divisible by {parts}, not {self.width}"
             )
@@ -407,11 +410,9 @@ class VisionTower(_TransformerTower, ImageArchitecture):
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
             )
 
-    def tokens(self, embed_dim: int) -> tuple[int, int]:
-        return self._length(self.patches), self.width
-
-    def _length(self, patches: int) -> int:
-        return patches + (2 if self.pool == "distilled" else 1)
+    def token_shape(self, embed_dim: int) -> tuple[int, int]:
+        further = 2 if self.distilled else 1
+        return self.patches + further, self.width
 
     @property
     def plain(self) -> "VisionTower":
@@ -431,11 +432,14 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     @property
     def description(self) -> str:
-        kinds = ["a distillation token"] if self.pool == "distilled" else []
-        kinds += [f"{self.pool} pooling"] if self.pool in ("mean", "map") else []
-        kinds += [f"{self.positions} positions"] if self.positions != "learned" else []
-        sizes = [f"{self.layers} layers", f"width {self.width}", f"{self.heads} heads"]
-        return f"ViT with patches of {self.patch_size} pixels, {', '.join([*sizes, *kinds])}"
+        parts = [f"{self.layers} layers", f"width {self.width}", f"{self.heads} heads"]
+        if self.pool == "distilled":
+            parts.append("a distillation token")
+        elif self.pool != "class":
+            parts.append(f"{self.pool} pooling")
+        if self.positions != "learned":
+            parts.append(f"{self.positions} positions")
+        return f"ViT with patches of {self.patch_size} pixels, {', '.join(parts)}"
 
     @property
     def is_clips(self) -> bool:
@@ -456,7 +460,9 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     @property
     def size_settings(self) -> dict[str, object]:
         settings = super().size_settings
-        return {**settings, "pool": "class", "distilled": True} if self.distilled else settings
+        if self.distilled:
+            settings |= {"pool": "class", "distilled": True}
+        return settings
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import VisionTransformer
@@ -480,7 +486,8 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         from clipkit.model.resample import smooth_grid
         from clipkit.model.towers import tie_grid
 
-        table, side = module.get_parameter("positional_embedding"), image_size // self.patch_size
+        table = module.get_parameter("positional_embedding")
+        side = image_size // self.patch_size
         if self.positions.startswith("learned"):
             smooth_grid(table, side)
         if self.positions == "learned_2d":
@@ -490,12 +497,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         if self.pool in ("map", "distilled"):
             return super().open_clip_config()
         names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
-        pool = {"pool_type": "avg"} if self.pool == "mean" else {}
-        return {
-            **{name: getattr(self, name) for name in names},
-            "head_width": self.width // self.heads,
-            **pool,
-        }
+        config: dict[str, Any] = {name: getattr(self, name) for name in names}
+        config["head_width"] = self.width // self.heads
+        if self.pool == "mean":
+            config["pool_type"] = "avg"
+        return config
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
@@ -543,8 +549,8 @@ class PixelTower(ImageArchitecture):
 
     @property
     def description(self) -> str:
-        what = "the next pixel" if self.causal else "masked pixels"
-        return f"Image GPT of {self.layers} layers, width {self.width}, {self.colors} colors, predicts {what}"
+        prediction = "the next pixel" if self.causal else "masked pixels"
+        return f"Image GPT of {self.layers} layers, width {self.width}, {self.colors} colors, predicts {prediction}"
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.pixels import PixelTransformer
@@ -557,14 +563,14 @@ class PixelTower(ImageArchitecture):
     def take_weights(
         self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
     ) -> "Preprocess":
-        found = tensors.get("palette")
-        if found is None or found.shape != (self.colors, 3) or not found.is_floating_point():
-            have = "none" if found is None else str(tuple(found.shape))
-            raise CheckpointError(f"expected a palette of shape ({self.colors}, 3), found {have}")
-        module.get_buffer("palette").copy_(found)
+        palette = tensors.get("palette")
+        if palette is None or palette.shape != (self.colors, 3) or not palette.is_floating_point():
+            shape = "none" if palette is None else str(tuple(palette.shape))
+            raise CheckpointError(f"expected a palette of shape ({self.colors}, 3), found {shape}")
+        module.get_buffer("palette").copy_(palette)
         return preprocess
 
-    def tokens(self, embed_dim: int) -> tuple[int, int]:
+    def token_shape(self, embed_dim: int) -> tuple[int, int]:
         return self.image_size**2, self.width
 
     def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
@@ -631,10 +637,6 @@ class TextTower(_TransformerTower, TextArchitecture):
         return replace(self, vocab_size=size)
 
     @property
-    def caption_vocabulary(self) -> int:
-        return self.vocab_size
-
-    @property
     def description(self) -> str:
         kind = "causal" if self.causal else "bidirectional"
         return f"{kind} transformer, {self.layers} layers, width {self.width}, {self.heads} heads"
@@ -646,24 +648,31 @@ class TextTower(_TransformerTower, TextArchitecture):
         return {name: getattr(self, name) for name in names}
 
 
+class _LookupTower(TextArchitecture):
+    """Base of text towers without blocks, which look up learned rows."""
+
+    native = True
+    has_blocks = False
+
+    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
+        from clipkit.model.towers import BagOfWordsTower, ClassTableTower, WordTableTower
+
+        assert isinstance(module, BagOfWordsTower | ClassTableTower | WordTableTower)
+        module.initialize()
+
+
 @dataclass(frozen=True, kw_only=True)
-class BagOfWords(TextArchitecture):
+class BagOfWords(_LookupTower):
     """CLIP's continuous bag of words (Radford et al. 2021, section 2.4): the projected mean token embedding."""
 
     width: int = 512
     context_length: int = 77
     vocab_size: int = 49408
     setting = "cbow"
-    native = True
-    has_blocks = False
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         return cls(width=embed_dim)
-
-    @property
-    def caption_vocabulary(self) -> int:
-        return self.vocab_size
 
     @property
     def description(self) -> str:
@@ -674,28 +683,9 @@ class BagOfWords(TextArchitecture):
 
         return BagOfWordsTower(vocab_size=self.vocab_size, width=self.width, output_dim=embed_dim)
 
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import BagOfWordsTower
-
-        assert isinstance(module, BagOfWordsTower)
-        module.initialize()
-
-
-class _Table(TextArchitecture):
-    """Base of text towers that look up learned rows."""
-
-    native = True
-    has_blocks = False
-
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import ClassTableTower, WordTableTower
-
-        assert isinstance(module, ClassTableTower | WordTableTower)
-        module.initialize()
-
 
 @dataclass(frozen=True, kw_only=True)
-class WordTable(_Table):
+class WordTable(_LookupTower):
     """The mean of learned unit vectors, one per token: the text side of bag-of-words prediction.
 
     Predicting the words of captions from images (Joulin et al. 2016, https://arxiv.org/abs/1511.02251) is CLIP's
@@ -712,16 +702,8 @@ class WordTable(_Table):
         return cls()
 
     @property
-    def caption_vocabulary(self) -> int:
-        return self.vocab_size
-
-    @property
     def description(self) -> str:
         return f"mean of {self.vocab_size:,} word vectors"
-
-    @property
-    def words(self) -> int:
-        return self.vocab_size
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import WordTableTower
@@ -730,7 +712,7 @@ class WordTable(_Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassTable(_Table):
+class ClassTable(_LookupTower):
     """A classification head in place of a text tower: one learned row per class, selected by the class name."""
 
     names: tuple[str, ...]
@@ -740,18 +722,17 @@ class ClassTable(_Table):
 
     def __post_init__(self) -> None:
         names = self.names
-        if not isinstance(names, tuple | list) or not all(isinstance(one, str) for one in names):
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             raise ConfigError("names is not a list of class names")
         object.__setattr__(self, "names", tuple(names))  # JSON stores a list
-        _check_number("number of classes", len(names), _MAX)
-        for one in names:
-            if not one or one != " ".join(one.split()):
+        _check_integer("number of classes", len(names), _MAX)
+        for name, count in Counter(names).items():
+            if not name or name != " ".join(name.split()):
                 raise ConfigError(
-                    f"class name {one[:80]!r} is empty or has repeated, leading or trailing spaces"
+                    f"class name {name[:80]!r} is empty or has repeated, leading or trailing spaces"
                 )
-        if len(set(names)) < len(names):
-            twice = next(one for one in names if names.count(one) > 1)
-            raise ConfigError(f"class name {twice[:80]!r} occurs twice: each class needs its own name")
+            if count > 1:
+                raise ConfigError(f"class name {name[:80]!r} occurs twice: each class needs its own name")
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -851,9 +832,10 @@ class Architecture:
     masked: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        _check_number("embed_dim", self.embed_dim, _MAX)
+        _check_integer("embed_dim", self.embed_dim, _MAX)
         for name in ("quick_gelu", "small_data", "logit_bias"):
-            if not isinstance(value := getattr(self, name), bool):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
                 raise ConfigError(f"{name} = {value!r} must be true or false")
         if self.distilled and (self.embed_dim % 2 or not self.text.over_classes):
             raise ConfigError(
@@ -908,7 +890,7 @@ def select_tower(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Ki
     return None
 
 
-def _check_number(name: str, value: object, most: int) -> None:
+def _check_integer(name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ConfigError(f"{name} = {value!r} is not an integer from 1 to {most}")
 
@@ -923,7 +905,6 @@ def _vit(
     quick_gelu: bool = False,
     small_data: bool = False,
 ) -> Architecture:
-    """Build an architecture; towers are given as (width, layers, heads)."""
     width, layers, heads = image
     return Architecture(
         embed_dim=embed_dim,
@@ -936,8 +917,13 @@ def _vit(
     )
 
 
-_BASE, _LARGE, _HUGE = (768, 12, 12), (1024, 24, 16), (1280, 32, 16)  # image towers
-_TEXT_512, _TEXT_768, _TEXT_1024 = (512, 12, 8), (768, 12, 12), (1024, 24, 16)
+# towers as (width, layers, heads)
+_BASE = (768, 12, 12)
+_LARGE = (1024, 24, 16)
+_HUGE = (1280, 32, 16)
+_TEXT_512 = (512, 12, 8)
+_TEXT_768 = (768, 12, 12)
+_TEXT_1024 = (1024, 24, 16)
 
 # Published architectures (Radford et al. 2021, table 20; ViT-H-14 by LAION) under open_clip's names; OpenAI's
 # weights need QuickGELU. The last four are clipkit's, for small data and CPUs.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import STEM, Architecture
+from clipkit.model.architectures import STEM, Architecture, TowerArchitecture
 
 _PART = "parametrizations."
 _MATRICES = ("weight", "in_proj_weight")
@@ -78,7 +78,7 @@ def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) ->
     Raises:
         ConfigError: the rank exceeds that of every matrix, or a tower has no matrices to adapt.
     """
-    matrices = _matrices(model, adapters)
+    matrices = _find_matrices(model, adapters)
     greatest = max(min(getattr(module, name).shape) for module, name in matrices)
     if adapters.rank > greatest:
         raise ConfigError(f"lora.rank = {adapters.rank} exceeds the rank of the matrices, at most {greatest}")
@@ -89,11 +89,11 @@ def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) ->
     for module, name in matrices:
         weight: Tensor = getattr(module, name)
         rows, columns = weight.shape
-        own = LowRank(rows, columns, adapters.rank, adapters.alpha / adapters.rank).to(weight.device)
+        adapter = LowRank(rows, columns, adapters.rank, adapters.alpha / adapters.rank).to(weight.device)
         if not weight.is_meta:
-            nn.init.zeros_(own.up)
-            nn.init.normal_(own.down, std=weight.shape[1] ** -0.5, generator=random)
-        parametrize.register_parametrization(module, name, own, unsafe=True)
+            nn.init.zeros_(adapter.up)
+            nn.init.normal_(adapter.down, std=weight.shape[1] ** -0.5, generator=random)
+        parametrize.register_parametrization(module, name, adapter, unsafe=True)
     model.adapters = adapters
 
 
@@ -114,34 +114,41 @@ def adapter_tensors(model: AdaptableModel, tensors: dict[str, Tensor]) -> dict[s
     """Return those of a model's tensors that its base does not have: adapters, temperature, and heads of terms."""
     if model.adapters is None:
         return tensors
-    return {name: one for name, one in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
 
 
-def _matrices(model: AdaptableModel, adapters: Adapters) -> list[tuple[nn.Module, str]]:
+def _find_matrices(model: AdaptableModel, adapters: Adapters) -> list[tuple[nn.Module, str]]:
     """Return the modules and names of the matrices in the towers' blocks.
 
     Raises:
         ConfigError: the blocks of a library's tower are not recognized, or have no matrices.
     """
     assert isinstance(model, nn.Module)
-    shape, found = model.architecture, []
-    towers = (
-        ("image", adapters.image, shape.vision, model.visual),
-        ("text", adapters.text, shape.text, model if model.text is None else model.text),
-    )
-    for tower, wanted, kind, module in towers:
-        layer = kind.map_layers(module) if wanted else None
-        own = []
-        for name, parameter in module.named_parameters() if layer is not None else ():
-            if module is model and name.startswith(("visual.", *_HEADS)):
-                continue
-            path, _, last = name.rpartition(".")
-            assert layer is not None
-            if last in _MATRICES and parameter.ndim == 2 and layer(name) not in (None, STEM):
-                own.append((module.get_submodule(path), last))
-        if wanted and not own:
-            raise ConfigError(
-                f"lora.{tower} = True: the {tower} tower has no blocks with matrices: set it to false"
-            )
-        found += own
-    return found
+    shape = model.architecture
+    matrices = []
+    if adapters.image:
+        matrices += _find_tower_matrices("image", model.visual, shape.vision)
+    if adapters.text and model.text is not None:
+        matrices += _find_tower_matrices("text", model.text, shape.text)
+    elif adapters.text:
+        matrices += _find_tower_matrices("text", model, shape.text, others=("visual.", *_HEADS))
+    return matrices
+
+
+def _find_tower_matrices(
+    tower: str, module: nn.Module, kind: TowerArchitecture, *, others: tuple[str, ...] = ()
+) -> list[tuple[nn.Module, str]]:
+    """Return the matrices of a tower, except for parameters whose names start with ``others``."""
+    find_layer = kind.map_layers(module)
+    matrices = []
+    for name, parameter in module.named_parameters():
+        if find_layer is None or name.startswith(others) or find_layer(name) in (None, STEM):
+            continue
+        path, _, last = name.rpartition(".")
+        if last in _MATRICES and parameter.ndim == 2:
+            matrices.append((module.get_submodule(path), last))
+    if not matrices:
+        raise ConfigError(
+            f"lora.{tower} = True: the {tower} tower has no blocks with matrices: set it to false"
+        )
+    return matrices

@@ -62,8 +62,9 @@ class PixelTransformer(nn.Module):
             elif name == "proj_colors.weight":
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
-                deep = (2 * layers) ** -0.5 if name.endswith((".out.weight", ".c_proj.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 * deep)
+                adds_to_residual = name.endswith((".out.weight", ".c_proj.weight"))
+                scale = (2 * layers) ** -0.5 if adds_to_residual else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
 
     def quantize_colors(self, images: Tensor) -> Tensor:
         """Find the nearest color of the palette: float (B, 3, S, S) in [-1, 1], or uint8 → (B, P) int64."""
@@ -131,11 +132,11 @@ class PixelTransformer(nn.Module):
     ) -> Tensor:
         """Sample the missing last pixels: (B, p) → (B, P) int64; only if causal. ``show`` gets how many."""
         first = colors.shape[1]
-        for place in range(first, len(self.positional_embedding)):
-            tokens = self.compute_tokens(F.pad(colors, (0, 1)))[:, place]  # does not depend on the padding
+        for position in range(first, len(self.positional_embedding)):
+            tokens = self.compute_tokens(F.pad(colors, (0, 1)))[:, position]  # does not depend on the padding
             odds = (self.proj_colors(tokens).float() / temperature).softmax(dim=-1)
             colors = torch.cat([colors, odds.multinomial(1, generator=generator)], dim=1)
-            show(place + 1 - first)
+            show(position + 1 - first)
         return colors
 
 
@@ -163,12 +164,13 @@ class PixelAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, P, D / H)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        mixed: Tensor = self.out(found.transpose(1, 2).flatten(2))
-        return mixed
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out

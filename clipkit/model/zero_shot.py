@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import SupportsIndex
 
 import torch
@@ -50,27 +51,34 @@ def zero_shot_classifier(
             class names have the same tokens in every prompt.
         ConfigError: ``batch_size`` is not a positive integer.
     """
-    for what, given in (("class_names", class_names), ("templates", templates)):
-        if isinstance(given, str):
-            raise DataError(f"{what} must be a list, not the one string {given!r}")
-    names, places = convert_strings(class_names, "class_names"), convert_strings(templates, "templates")
-    if not names or not places:
+    for name, value in (("class_names", class_names), ("templates", templates)):
+        if isinstance(value, str):
+            raise DataError(f"{name} must be a list, not the one string {value!r}")
+    names = convert_strings(class_names, "class_names")
+    templates = convert_strings(templates, "templates")
+    if not names or not templates:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
     if model.architecture.text.classes:
-        places = ["{c}"]
-    prompts = [[fill_template(template, name) for template in places] for name in names]
-    if not allow_indistinguishable and (same := find_indistinguishable_classes(model.tokenizer, prompts)):
-        first, second = (repr(names[number][:_SHOWN]) for number in same[0][:2])
-        others = sum(map(len, same)) - 2
-        more = f" (so do {others:,} more names)" if others else ""
-        raise DataError(
-            f"class names {first} and {second} have the same tokens in every prompt{more}, so the model cannot "
-            "tell them apart: remove one, or rename it"
-        )
-    every = [prompt for own in prompts for prompt in own]
-    features = encode_prompts(model, every, batch_size=batch_size)  # (C * T, O)
-    per_class = features.view(len(names), len(places), -1).mean(dim=1)  # (C, O)
+        templates = ["{c}"]
+    prompts = [[fill_template(template, name) for template in templates] for name in names]
+    if not allow_indistinguishable:
+        _check_distinguishable(model.tokenizer, names, prompts)
+    features = encode_prompts(model, list(chain.from_iterable(prompts)), batch_size=batch_size)  # (C * T, O)
+    per_class = features.view(len(names), len(templates), -1).mean(dim=1)  # (C, O)
     return F.normalize(per_class, dim=-1).T.contiguous()
+
+
+def _check_distinguishable(tokenizer: Tokenizer, names: list[str], prompts: list[list[str]]) -> None:
+    groups = find_indistinguishable_classes(tokenizer, prompts)
+    if not groups:
+        return
+    first, second = [repr(names[i][:_SHOWN]) for i in groups[0][:2]]
+    others = sum(map(len, groups)) - 2
+    more = f" (so do {others:,} more names)" if others else ""
+    raise DataError(
+        f"class names {first} and {second} have the same tokens in every prompt{more}, so the model cannot "
+        "tell them apart: remove one, or rename it"
+    )
 
 
 def find_indistinguishable_classes(
@@ -88,15 +96,16 @@ def find_indistinguishable_classes(
     Returns:
         Groups of two classes or more, by number in increasing order.
     """
-    keys: list[tuple[int, ...]] = [(len(own),) for own in prompts]  # equal for classes that agree so far
+    # equal for classes that agree so far
+    keys: list[tuple[int, ...]] = [(len(texts),) for texts in prompts]
     for template in range(max(map(len, prompts), default=0)):
         sizes = Counter(keys)
         left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
         if not left:
             break
-        tokens = number_texts(tokenizer, [prompts[i][template] for i in left])
-        for i, own in zip(left, tokens, strict=True):
-            keys[i] = (*keys[i], own)
+        numbers = number_texts(tokenizer, [prompts[i][template] for i in left])
+        for i, number in zip(left, numbers, strict=True):
+            keys[i] = (*keys[i], number)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
@@ -117,9 +126,9 @@ def check_batch_size(batch_size: int) -> None:
 
 def fill_template(template: str, name: str) -> str:
     """Insert a class name into a template; other braces are kept."""
-    for place in ("{c}", "{}"):
-        if place in template:
-            return template.replace(place, name)
+    for placeholder in ("{c}", "{}"):
+        if placeholder in template:
+            return template.replace(placeholder, name)
     raise DataError(f"template {template!r} has no {{c}} where the class name goes")
 
 

@@ -136,7 +136,7 @@ class Objective(Section):
 
     def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
         """Return the number of text features with which each image is compared."""
-        return batch_size
+        return text.vocab_size if self.all_texts else batch_size
 
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit; overrides call this one too."""
@@ -275,6 +275,8 @@ def compute_recall(image_features: Tensor, text_features: Tensor, identities: Te
             diagonal.fill_(-torch.inf)
             best_by_row[tile] = cosines.amax(1)
             best_by_column = torch.maximum(best_by_column, cosines.amax(0))
-        others = torch.stack([best_by_row, greatest_over_ranks(best_by_column)[batch.local_rows]])  # (2, B)
-        right = pair_cosines - others > _ROUNDING * torch.finfo(others.dtype).eps
-        return sum_over_ranks(right.sum(1).to(others.dtype)) / batch.size
+        best_others = torch.stack(
+            [best_by_row, greatest_over_ranks(best_by_column)[batch.local_rows]]
+        )  # (2, B)
+        right = pair_cosines - best_others > _ROUNDING * torch.finfo(best_others.dtype).eps
+        return sum_over_ranks(right.sum(1).to(best_others.dtype)) / batch.size

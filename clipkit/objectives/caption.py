@@ -86,8 +86,8 @@ class Caption(Term):
             )
         layers = self.layers or max(1, like.layers // 2)
         if self.feed == "shared" and like.layers % layers:
-            every = f"expected a divisor of the text tower's {like.layers} layers with caption.feed=shared"
-            raise ConfigError(f"caption.layers = {layers} is invalid: {every}")
+            expected = f"expected a divisor of the text tower's {like.layers} layers with caption.feed=shared"
+            raise ConfigError(f"caption.layers = {layers} is invalid: {expected}")
         decoder = Decoder(
             width=like.width,
             layers=layers,

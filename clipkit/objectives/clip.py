@@ -84,9 +84,11 @@ def clip_loss(
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         batch = GlobalBatch(images)
         pairs = positive_pairs(batch, images, identities, same)
-        wrong, has = (None, None) if negatives is None else (at_least_float32(negatives[0]), negatives[1])
+        wrong, has_negative = (
+            (None, None) if negatives is None else (at_least_float32(negatives[0]), negatives[1])
+        )
         loss: Tensor = _Contrastive.apply(
-            images, texts, logit_scale.to(images.dtype), wrong, has, batch, pairs, smoothing
+            images, texts, logit_scale.to(images.dtype), wrong, has_negative, batch, pairs, smoothing
         )
         return loss
 
@@ -101,7 +103,7 @@ class _Contrastive(torch.autograd.Function):
         texts: Tensor,
         scale: Tensor,
         wrong: Tensor | None,
-        has: Tensor | None,
+        has_negative: Tensor | None,
         batch: GlobalBatch,
         pairs: PositivePairs,
         smoothing: float,
@@ -116,8 +118,8 @@ class _Contrastive(torch.autograd.Function):
             columns.add(logits)
         by_column, _ = columns.combine_ranks()  # (2, N)
         logits_wrong = None
-        if wrong is not None and has is not None:
-            logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has, _NONE)
+        if wrong is not None and has_negative is not None:
+            logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has_negative, _NONE)
             greatest = torch.maximum(by_row[0], logits_wrong)
             by_row[1].mul_((by_row[0] - greatest).exp()).add_((logits_wrong - greatest).exp())
             by_row[0] = greatest

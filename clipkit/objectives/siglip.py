@@ -67,9 +67,9 @@ def siglip_loss(
         pairs = positive_pairs(batch, images, identities, same)
         loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, batch, pairs, torch.is_grad_enabled())
         if negatives is not None:
-            wrong, has = negatives
+            wrong, has_negative = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
-            row_losses = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
+            row_losses = F.softplus(logits, threshold=_LINEAR) * has_negative  # (B,)
             here = row_losses.sum() * batch.weight  # has the gradient, which ranks average
             loss = loss + batch.mean(row_losses.detach()) + (here - here.detach())
         return loss

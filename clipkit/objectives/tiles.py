@@ -135,8 +135,8 @@ def sum_softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
         by_row: (2, R) from ``row_sums``.
         by_column: (2, N) from ``ColumnSums``.
     """
-    both = (logits - by_row[0, :, None]).exp_().mul_(by_row[1, :, None].reciprocal())
-    return both.addcmul_(logits.sub_(by_column[0]).exp_(), by_column[1].reciprocal())
+    total = (logits - by_row[0, :, None]).exp_().mul_(by_row[1, :, None].reciprocal())
+    return total.addcmul_(logits.sub_(by_column[0]).exp_(), by_column[1].reciprocal())
 
 
 class FeatureGradients:
@@ -271,9 +271,9 @@ class PositivePairs:
     def fill_ignored(self, logits: Tensor, tile: slice, filling: float) -> None:
         """Write ``filling`` where an image and a text are neither positive nor negative."""
         if self._same == "ignored":
-            others = self.mask(tile)
-            self._diagonal(others, tile).fill_(False)
-            logits.masked_fill_(others, filling)
+            alike = self.mask(tile)
+            self._diagonal(alike, tile).fill_(False)
+            logits.masked_fill_(alike, filling)
 
     def negate(self, values: Tensor, tile: slice) -> None:
         """Change the sign of positive pairs."""

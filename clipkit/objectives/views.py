@@ -141,15 +141,15 @@ def draw_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) ->
 def cut_views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     """Cut boxes out of uint8 images, and resize them bilinearly to (B, V, 3, s, s) float32 from 0 to 255."""
     count = boxes.shape[1]
-    places = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels
-    x, y = (2 * (boxes[..., i, None] + boxes[..., i + 2, None] * places) - 1 for i in (0, 1))  # (B, V, s)
+    centers = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels
+    x, y = (2 * (boxes[..., i, None] + boxes[..., i + 2, None] * centers) - 1 for i in (0, 1))  # (B, V, s)
     grid = torch.stack(torch.broadcast_tensors(x[:, :, None], y[..., None]), dim=-1)  # (B, V, s, s, 2)
     cut = F.grid_sample(images.float(), grid.flatten(1, 2), padding_mode="border", align_corners=False)
     crops: Tensor = cut.unflatten(2, (count, side)).transpose(1, 2)  # from (B, 3, Vs, s)
     return crops
 
 
-def divergence(features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+def divergence(features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
     """Sum over images the mean over views of KL(softmax(scale · texts · whole) ‖ softmax(scale · texts · view)).
 
     Gradients are computed in the forward pass, a tile of images at a time.
@@ -165,19 +165,19 @@ def divergence(features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) ->
     """
     with torch.autocast(features.device.type, enabled=False):
         features = at_least_float32(features)
-        taught = [tensor.detach().to(features.dtype) for tensor in (whole, texts, scale)]
+        taught = [tensor.detach().to(features.dtype) for tensor in (images, texts, scale)]
         total: Tensor = _Divergence.apply(features, *taught)
         return total
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
         total, gradient = features.new_zeros(()), torch.empty_like(features)
         rows = max(1, _LOGITS // (features.shape[1] * len(texts)))
         for start in range(0, len(features), rows):
             tile = slice(start, start + rows)
-            teacher = (scale * whole[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
+            teacher = (scale * images[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
             student = (scale * features[tile] @ texts.T).log_softmax(dim=-1)  # (R, V, N)
             total += (teacher.exp() * (teacher - student)).sum()
             gradient[tile] = scale * (student.exp_() - teacher.exp()) @ texts

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 from clipkit.config import Config, require
 from clipkit.distributed import sum_over_ranks
-from clipkit.model.architectures import TextArchitecture
 from clipkit.model.towers import at_least_float32, mask_words
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import mean_over_rows, tile_height
@@ -64,9 +63,6 @@ class Words(Objective):
         sums = torch.stack([entropies.sum(), torch.ones_like(entropies).sum()])
         total, count = sum_over_ranks(sums).tolist()
         return float(total / count)
-
-    def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
-        return text.words
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -226,7 +226,8 @@ def first_model(
             first.tokenizer = tokenizer
             if (
                 checkpoint is not None
-                and open_stored_tokenizer(checkpoint).library().get_vocab() != tokenizer.library().get_vocab()
+                and open_stored_tokenizer(checkpoint).load_library().get_vocab()
+                != tokenizer.load_library().get_vocab()
             ):
                 raise CheckpointError(
                     f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "

@@ -298,10 +298,10 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
         if "isolate_recompiles" in signature(torch.compile).parameters:  # not in torch 2.11
             # towers share the function, not its shapes
             options |= {"isolate_recompiles": True, "recompile_limit": _MAX_SHAPES}
-        whole: Kernel = torch.compile(ResidualAttentionBlock.whole, **options)
-        read: Kernel = torch.compile(ResidualAttentionBlock.read, **options)
+        compute_tokens: Kernel = torch.compile(ResidualAttentionBlock.compute_tokens, **options)
+        compute_readout: Kernel = torch.compile(ResidualAttentionBlock.compute_readout, **options)
         for block in transformer.blocks:
-            block.kernels = (whole, read)
+            block.kernels = (compute_tokens, compute_readout)
 
 
 _WITHOUT_EFFECT = ("ModifiedResNet",)  # open_clip's accepts the call and does nothing

@@ -614,5 +614,5 @@ def test_all_fields_of_open_clip_are_known() -> None:
 
     text = {field.name for field in fields(CLIPTextCfg)}
     vision = {field.name for field in fields(CLIPVisionCfg)}
-    assert text == {*names._OWN_TEXT, *names._PLAIN_TEXT, *names._IDLE_TEXT}
-    assert vision == {*names._OWN_VISION, *names._PLAIN_VISION, *names._IDLE_VISION}
+    assert text == {*names._TEXT_SIZES, *names._PLAIN_TEXT, *names._IDLE_TEXT}
+    assert vision == {*names._VISION_SIZES, *names._PLAIN_VISION, *names._IDLE_VISION}

@@ -44,7 +44,7 @@ def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bo
 def padded(model: CLIP, tokens: Tensor) -> Tensor:
     """Text features of the padded tower, as computed if lengths are unknown."""
     x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
-    read = model.ln_final(model.transformer(x, Padded.texts(tokens, causal=True)))
+    read = model.ln_final(model.transformer(x, Padded.from_texts(tokens, causal=True)))
     return F.normalize(read @ model.text_projection, dim=-1)
 
 
@@ -87,12 +87,12 @@ def test_features_are_equal_with_and_without_lengths(tiny: CLIP) -> None:
 @given(lengths=st.lists(st.integers(1, 12), max_size=20))
 def test_pack_places_each_token_once(lengths: list[int]) -> None:
     packed = pack(lengths, longest=12, attention=attention_by_length, device=CPU)
-    pairs = sorted(zip(packed.rows.tolist(), packed.places.tolist(), strict=True))
+    pairs = sorted(zip(packed.rows.tolist(), packed.positions.tolist(), strict=True))
     assert pairs == [(row, place) for row, length in enumerate(lengths) for place in range(length)]
     assert [length for texts, length in packed.counts for _ in range(texts)] == sorted(lengths)
     assert packed.starts.tolist() == [sum(sorted(lengths)[:n]) for n in range(len(lengths) + 1)]
     assert packed.starts.dtype == torch.int32
-    ends = packed.read(torch.stack([packed.rows, packed.places], dim=1))
+    ends = packed.select_readout(torch.stack([packed.rows, packed.positions], dim=1))
     assert packed.restore_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
 
 
@@ -107,7 +107,7 @@ def test_attention_by_length_equals_attention_by_segment(
     packed = pack(lengths, longest=9, attention=attention_by_length, device=CPU)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, sum(lengths), heads, 4, generator=generator, dtype=torch.float64)
-    query = packed.read(q) if ends_only else q
+    query = packed.select_readout(q) if ends_only else q
     ours = attention_by_length(query, k, v, packed, ends_only=ends_only)
     assert (ours - by_segment(query, k, v, packed, ends_only=ends_only)).abs().max() <= 1e-14
 
@@ -159,7 +159,7 @@ def test_packed_features_equal_padded_ones_on_gpu(tiny: CLIP, how: str) -> None:
     packed = pack(LENGTHS, longest=77, attention=attention_varlen, device=device)
     q, k, v = torch.randn(3, sum(LENGTHS), 4, 16, device=device, dtype=torch.bfloat16)
     for ends_only in (False, True):
-        query = packed.read(q) if ends_only else q
+        query = packed.select_readout(q) if ends_only else q
         ours = attention_varlen(query, k, v, packed, ends_only=ends_only).float()
         plain = by_segment(query.float(), k.float(), v.float(), packed, ends_only=ends_only)
         assert (ours - plain).abs().max() < 0.03

@@ -127,7 +127,7 @@ def test_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -
             assert torch.allclose(model.encode_text(tokens, lengths=known)[row], expected, rtol=0, atol=1e-12)
             features, _ = model.text_tokens(tokens, lengths=known)
             assert torch.allclose(features[row], expected, rtol=0, atol=1e-12)
-    padded = model.ln_final(model.transformer(text.x, Padded.texts(tokens, causal=False)))
+    padded = model.ln_final(model.transformer(text.x, Padded.from_texts(tokens, causal=False)))
     features = F.normalize(padded @ model.text_projection, dim=1)
     assert torch.allclose(features, model.encode_text(tokens), rtol=0, atol=1e-12)
 
@@ -135,7 +135,7 @@ def test_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -
     seen, x = decoder.image_projection(shown), text.x
     for block, cross in zip(model.transformer.blocks, decoder.cross_blocks, strict=True):
         x = block(x, Padded(ends=torch.empty(0)))
-        x = x + cross.attn.read(cross.ln_1_kv(seen), cross.ln_1(x), full)
+        x = x + cross.attn.attend_query(cross.ln_1_kv(seen), cross.ln_1(x), full)
     assert torch.allclose(
         decoder.compute_hidden(shown, text.x, text=text), model.ln_final(x), rtol=0, atol=1e-12
     )
