@@ -124,7 +124,7 @@ def useful_flops(shape: Architecture, tokens: Tensor) -> float:
     def tower(width: int, layers: int, length: float) -> float:
         return layers * (24 * width**2 * length + 4 * width * length**2)
 
-    vision, text = shape.plain_towers()
+    vision, text = shape.get_plain_towers()
     patches = (vision.image_size // vision.patch_size) ** 2
     embed = 2 * patches * 3 * vision.patch_size**2 * vision.width
     lengths = tokens.argmax(dim=1) + 1

@@ -56,9 +56,9 @@ from clipkit.formats.open_clip import (
 )
 from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
 from clipkit.formats.weights import read_weights
-from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture
+from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
-from clipkit.model.lora import Adapters, add_adapters, merge_adapters
+from clipkit.model.lora import add_adapters, merge_adapters
 from clipkit.model.names import (
     OPEN_CLIP,
     check_names,
@@ -318,7 +318,7 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is not an object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
-        _, text = shape.plain_towers()
+        _, text = shape.get_plain_towers()
         tokenizer = open_folder_tokenizer(folder, text, end_of_text(config))
         preprocess = preprocess_from_transformers(
             processor or {}, shape.vision.image_size, shape.vision.channels

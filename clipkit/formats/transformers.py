@@ -173,7 +173,7 @@ def _renamed(name: str, names: Any, block: Any) -> str:
 
 def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict[str, Any]]:
     """Return the configuration files of ``CLIPModel`` and ``CLIPImageProcessor``, by name."""
-    vision, text = shape.plain_towers()
+    vision, text = shape.get_plain_towers()
     activation = "quick_gelu" if shape.quick_gelu else "gelu"
     both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
     size = preprocess.image_size

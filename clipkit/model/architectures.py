@@ -365,10 +365,6 @@ class _TransformerTower:
 POOLS = ("class", "mean", "map", "distilled")  # what is projected to an image's features
 _MOST_PIXELS = 512  # along a side
 POSITIONS = ("learned", "learned_2d", "sincos_2d", "none")
-IMAGE_SIZES = {  # settings of [shape]: fields of ``VisionTower``
-    "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
-    "patch": "patch_size", "pool": "pool", "positions": "positions",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -392,7 +388,10 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     pool: str = field(default="class", repr=False)  # not in the hash of models with the defaults
     positions: str = field(default="learned", repr=False)
     native = True
-    sizes = IMAGE_SIZES
+    sizes: ClassVar[Mapping[str, str]] = {
+        "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
+        "patch": "patch_size", "pool": "pool", "positions": "positions",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -856,18 +855,14 @@ class Architecture:
         return self.vision.distilled
 
     @property
-    def masked_outputs(self) -> int:
-        """Number of outputs for a masked patch; 0 without a head that predicts these."""
-        return 0 if self.masked is None else self.vision.masked_outputs(self.masked)
-
-    @property
     def is_native(self) -> bool:
         """Whether clipkit implements both towers."""
         return self.vision.native and self.text.native
 
-    def plain_towers(self) -> tuple[VisionTower, TextTower]:
+    def get_plain_towers(self) -> tuple[VisionTower, TextTower]:
         """Return both towers of an architecture with the plain ViT and the plain text transformer."""
-        vision, text = self.vision.plain, self.text.plain
+        vision = self.vision.plain
+        text = self.text.plain
         assert vision is not None and text is not None
         return vision, text
 
@@ -876,6 +871,25 @@ class Architecture:
         vision = self.vision.replace_size(image_size) if image_size else self.vision
         text = self.text.replace_size(context_length) if context_length else self.text
         return replace(self, vision=vision, text=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """A model's low-rank adapters, see ``clipkit.model.lora``.
+
+    Attributes:
+        rank: r.
+        alpha: s · r.
+        image, text: whether the tower has adapters.
+        source, hash: the model that they adapt, and its ``model_hash``.
+    """
+
+    rank: int
+    alpha: float
+    image: bool
+    text: bool
+    source: str
+    hash: str
 
 
 Kind = TypeVar("Kind", bound=TowerArchitecture)

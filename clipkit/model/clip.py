@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, Decoder
+from clipkit.model.architectures import Adapters, Architecture, Decoder
 from clipkit.model.decoder import CaptionDecoder, TextInput
-from clipkit.model.lora import Adapters
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import Preprocess
@@ -38,7 +37,6 @@ from clipkit.model.towers import (
     supports_varlen,
 )
 
-MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
 Head = TypeVar("Head", CaptionDecoder, MaskedPatchHead)
 _NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
 
@@ -295,7 +293,9 @@ class CLIP(nn.Module):
             return self._finish_features(features, normalize=normalize)
         rows = self._lay_out_texts(tokens, lengths)
         readout = self.ln_final(self.transformer(self._embed_texts(tokens, rows), rows))  # (B, D)
-        features = rows.restore_order(readout @ self.text_projection)
+        features = readout @ self.text_projection
+        if isinstance(rows, Packed):
+            features = rows.restore_order(features)
         return self._finish_features(features, normalize=normalize)
 
     @property
@@ -359,29 +359,11 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> "CLIP":
-        """Draw fresh weights as OpenAI's implementation (D is a tower's width, N its number of layers).
+        """Draw fresh weights as OpenAI's implementation.
 
-        Towers of other libraries keep the weights drawn by those libraries.
-
-        ============================================  =========================================
-        class, distillation and position embeddings   normal, std D^-½
-        of the image tower, and its proj
-        patch convolution, image MLP                  uniform ± fan_in^-½; biases of the MLP too
-        image attention: in                           Xavier uniform
-        image attention: out                          uniform ± D^-½
-        token embedding                               normal, std 0.02
-        text position embedding                       normal, std 0.01
-        text attention: in                            normal, std D^-½
-        text attention: out, text MLP: out            normal, std D^-½ (2N)^-½
-        text MLP: in                                  normal, std (2D)^-½
-        text projection                               normal, std D^-½
-        attention biases                              0
-        text MLP biases                               uniform ± fan_in^-½
-        norms                                         weight 1, bias 0
-        rows of classes                               normal, std O^-½
-        t                                             ln(1 / 0.07); ln 10 with a bias
-        bias of SigLIP                                -10 (Zhai et al. 2023)
-        ============================================  =========================================
+        Layers without other values here and in ``initialize`` of the towers have torch's. The temperature starts at
+        ln(1 / 0.07), or with a bias at ln 10, and the bias at -10 (SigLIP, Zhai et al. 2023). Towers of other
+        libraries keep the weights drawn by those libraries.
 
         Architectures for small data (``Architecture.small_data``) draw the blocks of the image tower as those
         of the text tower, and position embeddings with std 0.8, as large as the contribution of a patch. With
@@ -544,11 +526,11 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
         ConfigError: the name is unknown, or a required library is missing.
     """
     if isinstance(shape, str):
-        name, shape = shape, create_architecture(shape)
-    if seed is None:
-        return build(shape, name=name).initialize()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
+        name = shape
+        shape = create_architecture(name)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
         return build(shape, name=name).initialize()
 
 

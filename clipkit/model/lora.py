@@ -5,52 +5,17 @@ parametrizations, so towers of any library compute with the sum, and W itself is
 adapter serves the queries, keys and values that share a matrix.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import STEM, Architecture, TowerArchitecture
+from clipkit.model.architectures import STEM, Adapters, TowerArchitecture
+from clipkit.model.clip import CLIP
 
 _PART = "parametrizations."
 _MATRICES = ("weight", "in_proj_weight")
 _HEADS = ("logit_", "masked_head.", "text_decoder.")  # trained whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
-    """A model's adapters.
-
-    Attributes:
-        rank: r.
-        alpha: s · r.
-        image, text: whether the tower has adapters.
-        source, hash: the model that they adapt, and its ``model_hash``.
-    """
-
-    rank: int
-    alpha: float
-    image: bool
-    text: bool
-    source: str
-    hash: str
-
-
-class AdaptableModel(Protocol):
-    """The part of CLIP's interface that adapters use. If ``text`` is None, the text tower is the model itself."""
-
-    architecture: Architecture
-    visual: nn.Module
-    text: nn.Module | None
-    adapters: Adapters | None
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def modules(self) -> Iterator[nn.Module]: ...
-    def get_submodule(self, target: str) -> nn.Module: ...
 
 
 class LowRank(nn.Module):
@@ -67,7 +32,7 @@ class LowRank(nn.Module):
         return torch.addmm(weight, self.up, self.down, alpha=self.scale)
 
 
-def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) -> None:
+def add_adapters(model: CLIP, adapters: Adapters, *, seed: int = 0) -> None:
     """Add adapters to a model, in place, and lock everything else but the temperature and heads of local terms.
 
     Args:
@@ -97,7 +62,7 @@ def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) ->
     model.adapters = adapters
 
 
-def merge_adapters(model: AdaptableModel) -> None:
+def merge_adapters(model: CLIP) -> None:
     """Make the sums the weights of the model, in place; without adapters it is unchanged."""
     for module in list(model.modules()):
         for name in list(getattr(module, "parametrizations", ())):
@@ -110,20 +75,15 @@ def is_adapter(name: str) -> bool:
     return _PART in name and not name.endswith(".original")
 
 
-def adapter_tensors(model: AdaptableModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def adapter_tensors(model: CLIP, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return those of a model's tensors that its base does not have: adapters, temperature, and heads of terms."""
     if model.adapters is None:
         return tensors
     return {name: tensor for name, tensor in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
 
 
-def _find_matrices(model: AdaptableModel, adapters: Adapters) -> list[tuple[nn.Module, str]]:
-    """Return the modules and names of the matrices in the towers' blocks.
-
-    Raises:
-        ConfigError: the blocks of a library's tower are not recognized, or have no matrices.
-    """
-    assert isinstance(model, nn.Module)
+def _find_matrices(model: CLIP, adapters: Adapters) -> list[tuple[nn.Module, str]]:
+    """Return the modules and names of the matrices in the towers' blocks."""
     shape = model.architecture
     matrices = []
     if adapters.image:

@@ -221,11 +221,6 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
 
 
 def _rename_fields(config: Mapping[str, Any], tower: str, allowed: set[str]) -> dict[str, Any]:
-    """Return the fields of a tower with open_clip's current names.
-
-    Raises:
-        ConfigError: a field is unknown, or has two names with different values.
-    """
     fields: dict[str, Any] = {}
     for name, value in dict(config[tower]).items():
         if name in _REMOVED and value == _REMOVED[name]:

@@ -17,7 +17,7 @@ from functools import cache, cached_property
 from importlib.util import find_spec
 from itertools import compress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, SupportsIndex, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, SupportsIndex
 
 import numpy as np
 import torch
@@ -54,6 +54,9 @@ _ASCII_WORD = standard_re.compile(_WORD.replace("LETTER", "a-z").replace("NUMBER
 _SPECIAL = ("<start_of_text>", "<end_of_text>")
 # ASCII of which ftfy and html change nothing but white space: no control characters, no "&"
 _PLAIN_ASCII = standard_re.compile(r"[\t\n\f\r -%'-~]*")
+# printable characters in NFKC that ftfy changes: curly quotes, and the object replacement character
+_CHANGED = standard_re.compile("[\u02bc\u2018-\u201f\ufffc]")
+_FAR_SIGNS = standard_re.compile("[ÃÂЂ]")  # of wrong encodings, which can continue after a space
 _FTFY_VERSION = "6.3.1"  # the version that _repair_part follows; with others, ftfy gets the whole text
 
 
@@ -169,11 +172,10 @@ def _encode_part(part: str) -> bytes:
     repaired = _repair_part(part, entities=False)
     clean = _clean_text(repaired)
     if "&" in repaired:
-        # ftfy unescapes entities too, in the lines before the first "<": whether it does must not matter
+        # ftfy resolves entities too, in the lines before the first "<": whether it does must not matter
         if "\n" in part or len(part) > 1000:  # nested entities take quadratic time
             raise _EntangledError
-        resolved = _repair_part(part, entities=True)
-        if resolved != repaired and _clean_text(resolved) != clean:
+        if _clean_text(_repair_part(part, entities=True)) != clean:
             raise _EntangledError
     return _encode_clean(clean)
 
@@ -198,88 +200,32 @@ def _clean_text(repaired: str) -> str:
     return " ".join(html.unescape(html.unescape(repaired)).split()).lower()
 
 
-# quotes that ftfy straightens
-_QUOTES = dict.fromkeys(map(ord, "\u02bc\u2018\u2019\u201a\u201b"), "'")
-_QUOTES |= dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f"), '"')
-
-
-class _Rules(NamedTuple):
-    """ftfy's steps, and what they look for."""
-
-    mixed_up: standard_re.Pattern[str]  # matches wherever ``is_bad`` is true
-    far: standard_re.Pattern[str]  # characters of signs that can continue after a space
-    changed: standard_re.Pattern[str]  # characters that the steps change
-    is_bad: Callable[[str], bool]
-    unescape: Callable[[str], str]
-    steps: tuple[Callable[[str], str], ...]
-
-
 def _repair_part(part: str, *, entities: bool) -> str:
     """Return what ``ftfy.fix_text`` makes of a part, whatever precedes and follows it. Raises _EntangledError.
 
-    ftfy repeats its steps until nothing changes. One of them repairs a wrong encoding; it starts when
-    ``is_bad`` finds a sign anywhere in a line, so a part with a sign is entangled with its line. In version
-    6.3.1, each sign contains a control character from U+0080 to U+009F, one of ŒœÃÂЂ, or two neighbours out of
-    some 400 suspicious characters that are not both letters of Greek or Cyrillic (or Þ). Signs with ÃÂЂ may
-    continue after a space, the others end there. All other steps map characters or runs without a space.
+    One of ftfy's steps repairs a wrong encoding; it starts when ``is_bad`` finds a sign anywhere in a line, so a
+    part with a sign is entangled with its line. In version 6.3.1, signs end at a space unless they contain one of
+    ÃÂЂ. All other steps map characters or runs without a space. Printable characters in NFKC are changed only if
+    ``_CHANGED`` has them.
     """
-    rules = _load_ftfy_rules()
-    while True:
-        before = part
-        if entities:
-            part = rules.unescape(part)
-        if rules.mixed_up.search(part) and (rules.far.search(part) or rules.is_bad(f" {part} ")):
-            raise _EntangledError
-        if rules.changed.search(part):
-            part = part.translate(_QUOTES)  # first, because it is often enough; the result is the same
-            if rules.changed.search(part):
-                for step in rules.steps:
-                    part = step(part)
-        part = unicodedata.normalize("NFC", part)
-        if part == before:
-            return part
-
-
-@cache
-def _load_ftfy_rules() -> _Rules:
     import ftfy
-    from ftfy import badness, chardata, fixes
 
     if ftfy.__version__ != _FTFY_VERSION:
         raise _EntangledError
-    pattern = badness.BADNESS_RE.pattern
-    ranges = standard_re.findall(r"([^\0-\x7f])-([^\0-\x7f])", pattern)
-    suspicious = {character for character in pattern if not character.isascii()}
-    for first, last in ranges:
-        suspicious.update(map(chr, range(ord(first), ord(last) + 1)))
-    letters = badness.MOJIBAKE_CATEGORIES["lower_common"] + badness.MOJIBAKE_CATEGORIES["upper_common"]
-    signs = {character for character in suspicious if not standard_re.match(f"[{letters}]", character)}
-    changed = {*_QUOTES, *chardata.LIGATURES, *chardata.WIDTH_MAP, *chardata.CONTROL_CHARS}
-    any_suspicious = _escape_set(suspicious)
-    any_sign = _escape_set(signs)
-    any_changed = _escape_set(map(chr, changed))
-    return _Rules(
-        mixed_up=standard_re.compile(
-            f"[{any_sign}][{any_suspicious}]|[{any_suspicious}][{any_sign}]|[\x80-\x9fŒœÃÂЂ]"
-        ),
-        far=standard_re.compile("[ÃÂЂ]"),
-        changed=standard_re.compile(f"[{any_changed}\ud800-\udfff]"),
-        is_bad=badness.is_bad,
-        unescape=fixes.unescape_html,
-        steps=(
-            fixes.fix_latin_ligatures,
-            fixes.fix_character_width,
-            fixes.uncurl_quotes,
-            fixes.fix_line_breaks,
-            fixes.fix_surrogates,
-            fixes.remove_terminal_escapes,
-            fixes.remove_control_chars,
-        ),
-    )
-
-
-def _escape_set(characters: Iterable[str]) -> str:
-    return standard_re.escape("".join(sorted(characters)))
+    states = {part}
+    if entities:
+        resolved = html.unescape(part)
+        while resolved not in states:
+            states.add(resolved)
+            resolved = html.unescape(resolved)
+    is_clean = part.isprintable() and unicodedata.is_normalized("NFKC", part) and not _CHANGED.search(part)
+    repaired = part
+    if entities or not is_clean:
+        repaired = ftfy.fix_text(part, unescape_html=entities, fix_encoding=False)
+        states.add(repaired)
+    if any(_FAR_SIGNS.search(text) or ftfy.badness.is_bad(f" {text} ") for text in states):
+        raise _EntangledError
+    return repaired
 
 
 @cache
@@ -289,12 +235,10 @@ def _word_pattern() -> Any:
     return regex.compile(_WORD.replace("LETTER", r"\p{L}").replace("NUMBER", r"\p{N}"), regex.IGNORECASE)
 
 
-ByteToSymbol: TypeAlias = dict[int, str]
-
-
 class _Model(NamedTuple):
     bpe: "BPE"
-    symbols: ByteToSymbol
+    # by byte
+    symbols: dict[int, str]
     # ids of ASCII words that are one token, and of special tokens
     words: dict[str, bytes]
     # those of letters only
@@ -315,15 +259,11 @@ def _load_bpe() -> _Model:
     return _Model(bpe=bpe, symbols=symbols, words=ids, plain_words=plain_words)
 
 
-def list_tokens() -> list[str]:
-    """Return the vocabulary without its two special tokens, by id."""
-    symbols = list(byte_symbols().values())
-    return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, read_merges())]
-
-
 @cache
-def _symbols_by_id() -> tuple[str, ...]:
-    return tuple(list_tokens())
+def list_tokens() -> tuple[str, ...]:
+    """Return the vocabulary without its two special tokens, by id."""
+    symbols = byte_symbols().values()
+    return (*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, read_merges()))
 
 
 def read_merges() -> list[tuple[str, str]]:
@@ -333,7 +273,7 @@ def read_merges() -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs]
 
 
-def byte_symbols() -> ByteToSymbol:
+def byte_symbols() -> dict[int, str]:
     """Map each byte to a printable character in the vocabulary's order: itself, or the next from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -403,7 +343,7 @@ class ClipTokenizer:
         return int(longer[:, -1].count_nonzero())
 
     def decode(self, ids: Sequence[int]) -> str:
-        symbols = _symbols_by_id()
+        symbols = list_tokens()
         byte_of_symbol = {symbol: byte for byte, symbol in byte_symbols().items()}
         text = "".join(symbols[i] for i in ids if i < START_OF_TEXT).replace("</w>", " ").rstrip()
         return bytes(byte_of_symbol.get(symbol, ord(" ")) for symbol in text).decode("utf-8", "replace")
@@ -735,10 +675,10 @@ def open_folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
         return ClipTokenizer(context_length=text.context_length)
     tokenizer = TransformersTokenizer(source=str(folder), context_length=text.context_length)
     try:
-        largest = max(tokenizer.load_library().get_vocab().values(), default=0)
-        if largest >= text.vocab_size:
+        if tokenizer.vocab_size > text.vocab_size:
             raise CheckpointError(
-                f"its tokenizer has tokens up to {largest}, and config.json says vocab_size = {text.vocab_size}"
+                f"its tokenizer has tokens up to {tokenizer.vocab_size - 1}, and config.json says "
+                f"vocab_size = {text.vocab_size}"
             )
         if end != ANY_END and find_text_end(tokenizer) != end:
             raise CheckpointError(
@@ -752,7 +692,7 @@ def open_folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
 
 def find_text_end(tokenizer: TransformersTokenizer) -> int | None:
     """Return the token that ends all texts, cut or not, if it is the largest of the vocabulary; otherwise None."""
-    largest = max(tokenizer.load_library().get_vocab().values(), default=0)
+    largest = tokenizer.vocab_size - 1
     ends = {row[-1] if row else None for row in tokenizer.encode_rows([*_PROBES, "a " * 2000])}
     return largest if ends == {largest} else None
 

@@ -70,10 +70,6 @@ class Padded:
             return x[:, :1]
         return x.gather(1, self.ends[:, None, None].expand(-1, 1, x.shape[-1]))
 
-    def restore_order(self, features: Tensor) -> Tensor:
-        """Return features (B, O) as they are, see ``Packed``."""
-        return features
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cached(Padded):
@@ -203,7 +199,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     """Attend by ``torch.nn.attention.varlen``, on CUDA in float16 or bfloat16."""
     from torch.nn.attention.varlen import varlen_attn
 
-    starts, longest = packed.starts, packed.longest
+    starts = packed.starts
+    longest = packed.longest
     if ends_only:  # one query per text, which attends to all of it
         query_starts = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
         out = varlen_attn(q, k, v, query_starts, starts, 1, longest)
@@ -323,13 +320,11 @@ class ResidualAttentionBlock(nn.Module):
         Packed rows are (T, D).
         """
         # functions, not bound methods: a copy of the block must not compute with the original
-        kernels: tuple[Kernel, Kernel] = (
-            ResidualAttentionBlock.compute_tokens,
-            ResidualAttentionBlock.compute_readout,
-        )
+        kernel: Kernel = ResidualAttentionBlock.compute_tokens
+        if readout:
+            kernel = ResidualAttentionBlock.compute_readout
         if self.kernels is not None and self.training:
-            kernels = self.kernels
-        kernel = kernels[readout]
+            kernel = self.kernels[readout]
         if self.recompute and torch.is_grad_enabled():
             # a block is deterministic
             out: Tensor = checkpoint(kernel, self, x, rows, use_reentrant=False, preserve_rng_state=False)
@@ -756,10 +751,7 @@ class PooledEncoder(nn.Module):
         return features
 
 
-# Patch dropout of FLIP (Li et al. 2022, arXiv 2212.00794): a ViT trained on half of the patches costs about
-# half. With few patches it costs accuracy: of the quickstart's 16 patches, a quarter dropped gives 75.4% on
-# unseen fonts, half 20.1%, none 84.5% (bench/options.py, one seed).
-#
+# Patch dropout of FLIP (Li et al. 2022, arXiv 2212.00794): a ViT trained on half of the patches costs about half.
 # The patches are a function of a seed and an image's position in the global batch, in integer arithmetic: equal
 # on all devices, for any number of ranks and accumulation, and in a second pass over the same images.
 

@@ -60,21 +60,24 @@ class Caption(Term):
     def check(self, config: Config) -> None:
         super().check(config)
         if self.feed != "tokens":
-            data, alone = config.data, f"cannot be combined with caption.feed={self.feed}"
+            data = config.data
+            alone = f"cannot be combined with caption.feed={self.feed}"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
         """Return a decoder as wide as the text tower, or as the image tower beside other text towers."""
         length = max(1, min(self.length, shape.text.context_length - 1))
-        if (decoder := shape.decoder) is not None:
+        decoder = shape.decoder
+        if decoder is not None:
             if self.feed != decoder.feed or self.layers not in (0, decoder.layers) or self.parallel:
                 raise ConfigError(
                     f"{model.label} has a decoder of {decoder.layers} layers: set caption.feed = "
                     f"{decoder.feed!r}, and neither caption.layers nor caption.parallel"
                 )
             return {"decoder": replace(decoder, context_length=length)}
-        like, vocabulary = shape.text.plain or shape.vision.plain, shape.text.caption_vocabulary
+        like = shape.text.plain or shape.vision.plain
+        vocabulary = shape.text.caption_vocabulary
         if shape.vision.plain is None or like is None or not vocabulary:
             raise ConfigError(
                 f"caption.weight = {self.weight} requires clipkit's own image tower and text tower, not "

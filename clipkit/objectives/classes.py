@@ -33,8 +33,8 @@ class Classes(Objective):
         """
         with torch.autocast(outputs.images.device.type, enabled=False):
             images, logits = _logits(outputs)
-            labels, smoothing = targets.tokens[:, 0], targets.smoothing
-            losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            labels = targets.tokens[:, 0]
+            losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=targets.smoothing)
             return mean_over_rows(losses, images)
 
     def divergence(self, outputs: Outputs, teaching: Teaching, distill: DistillConfig) -> Tensor:

@@ -112,7 +112,7 @@ class _Contrastive(torch.autograd.Function):
         by_row = images.new_empty(2, len(images))
         columns = ColumnSums(len(all_texts), images)
         for tile, logits in tiles(images, all_texts, scale):
-            pairs.read(logits, tile)
+            pairs.record_logits(logits, tile)
             pairs.fill_ignored(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
             columns.add(logits)
@@ -124,7 +124,9 @@ class _Contrastive(torch.autograd.Function):
             by_row[1].mul_((by_row[0] - greatest).exp()).add_((logits_wrong - greatest).exp())
             by_row[0] = greatest
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
-        ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
+        ctx.batch = batch
+        ctx.pairs = pairs
+        ctx.smoothing = smoothing
         text_sums = by_column[:, batch.local_rows]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:

@@ -44,12 +44,14 @@ class ImageGpt(Term):
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
         """Return the arguments of ``PixelTransformer.nll`` and the number of predicted pixels."""
-        batch, vision = draw.batch, draw.shape.vision
+        batch = draw.batch
+        vision = draw.shape.vision
         assert isinstance(vision, PixelTower)
         pixels = vision.image_size**2
         if vision.causal:
             return {}, len(batch.images) * pixels
-        rows, keep = batch.rows.to(batch.images.device), max(1, round(self.fraction * pixels))
+        rows = batch.rows.to(batch.images.device)
+        keep = max(1, round(self.fraction * pixels))
         chosen = draw_patches(seed=draw.seed, rows=rows, patches=pixels, keep=keep)
         return {"chosen": chosen}, chosen.numel()
 

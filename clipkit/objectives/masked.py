@@ -77,9 +77,8 @@ class Masked(Term):
         if self.target == "features":
             tokens = draw.teach().tokens
             assert tokens is not None
-            index = (inputs["chosen"] + 1)[..., None].expand(
-                -1, -1, tokens.shape[-1]
-            )  # after the class token
+            # after the class token
+            index = (inputs["chosen"] + 1)[..., None].expand(-1, -1, tokens.shape[-1])
             inputs["labels"] = F.layer_norm(tokens.gather(1, index).float(), tokens.shape[-1:])
         return inputs, inputs["chosen"].numel()
 

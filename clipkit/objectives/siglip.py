@@ -94,7 +94,8 @@ class _Sigmoid(torch.autograd.Function):
         differentiated: bool,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
-        row_losses, grad_bias = images.new_empty(len(images)), torch.zeros_like(bias)
+        row_losses = images.new_empty(len(images))
+        grad_bias = torch.zeros_like(bias)
         feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
@@ -138,8 +139,15 @@ class SigLip(Objective):
         images, texts, scale, bias = outputs
         assert bias is not None
         texts, negatives = split_negatives(texts, targets.negatives)
-        identities, same = targets.identities, targets.same
-        return siglip_loss(images, texts, scale, bias, identities=identities, same=same, negatives=negatives)
+        return siglip_loss(
+            images,
+            texts,
+            scale,
+            bias,
+            identities=targets.identities,
+            same=targets.same,
+            negatives=negatives,
+        )
 
     def chance(self, targets: Targets, text_rows: int) -> float:
         """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.

@@ -113,7 +113,8 @@ class ColumnSums:
 
     def add(self, logits: Tensor, *values: Tensor) -> None:
         """Add an (R, N) tile, which is overwritten, and values of the same shape."""
-        before, self._greatest = self._greatest, torch.maximum(self._greatest, logits.amax(0))
+        before = self._greatest
+        self._greatest = torch.maximum(before, logits.amax(0))
         self._totals.mul_((before - self._greatest).exp_())
         exponentials = logits.sub_(self._greatest).exp_()
         self._totals[0] += exponentials.sum(0)
@@ -154,7 +155,10 @@ class FeatureGradients:
     def __init__(
         self, batch: GlobalBatch, images: Tensor, all_texts: Tensor, scale: Tensor, needed: tuple[bool, ...]
     ) -> None:
-        self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
+        self._batch = batch
+        self._images = images
+        self._all_texts = all_texts
+        self._scale = scale
         self._needed = needed
         # the gradient of the scale follows from either one
         self._grad_images = torch.empty_like(images) if needed[0] or not needed[1] else None
@@ -174,7 +178,7 @@ class FeatureGradients:
         else:
             assert self._grad_texts is not None
             grad_scale = (self._grad_texts * self._all_texts).sum()
-        grad_images, grad_texts = None, None
+        grad_images = grad_texts = None
         if self._needed[0] and self._grad_images is not None:
             grad_images = self._grad_images.mul_(factor * self._scale)
         if self._grad_texts is not None:
@@ -237,7 +241,7 @@ def positive_pairs(
 class PositivePairs:
     """The texts that belong to each image: its own, and with "positives" all that are the same, with equal weights.
 
-    A loss calls ``read`` for all tiles of logits, then ``mean_targets``, and only then ``subtract_targets``.
+    A loss calls ``record_logits`` for all tiles, then ``mean_targets``, and only then ``subtract_targets``.
     """
 
     _all_weights: Tensor  # (N,)
@@ -257,9 +261,8 @@ class PositivePairs:
             self._all_identities = batch.gather(identities)
         if same == "positives":
             self._column_sums = features.new_zeros(batch.size)
-            self._weights = torch.empty_like(
-                self._row_sums
-            )  # number of an image's texts, later its reciprocal
+            # number of an image's texts, later its reciprocal
+            self._weights = torch.empty_like(self._row_sums)
 
     def mask(self, tile: slice) -> Tensor:
         """Return (R, N) whether an image and a text show the same thing."""
@@ -282,8 +285,8 @@ class PositivePairs:
         else:
             self._diagonal(values, tile).neg_()
 
-    def read(self, logits: Tensor, tile: slice) -> None:
-        """Read the logits of positive pairs."""
+    def record_logits(self, logits: Tensor, tile: slice) -> None:
+        """Record the sums of the logits of positive pairs by row and column."""
         if self._same != "positives":
             self._row_sums[tile] = self._diagonal(logits, tile)
             return

@@ -71,7 +71,8 @@ class Views(Term):
         require_use("views.weight", self.weight, "optim.average", bool(config.optim.average))
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
-        step, largest = shape.vision.size_step, shape.vision.image_size
+        step = shape.vision.size_step
+        largest = shape.vision.image_size
         if not step:
             raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
         fitting = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
@@ -80,12 +81,13 @@ class Views(Term):
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
         """Return the arguments of ``total`` and the number of images."""
-        teaching, images = draw.teach(), draw.batch.images
+        teaching = draw.teach()
+        images = draw.batch.images
         rows = draw.batch.rows.to(images.device)
         texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
         inputs = {
             "boxes": draw_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
-            "whole": teaching.images,
+            "teacher_images": teaching.images,
             # the same for all images: (B, …) without memory, as arguments have a row for each image
             "texts": texts.expand(len(images), -1, -1),
             "scales": teaching.scale.expand(len(images)),
@@ -101,15 +103,15 @@ class Views(Term):
             images: (B, 3, S, S) uint8.
             tokens: not used.
             **inputs: ``boxes`` (B, V, 4), see ``draw_boxes``, and the teacher's features of the whole images,
-                ``whole`` (B, O); the same for each image are the teacher's features of all texts, ``texts``
-                (B, N, O), its exp(t), ``scales`` (B,), and s, ``sides``.
+                ``teacher_images`` (B, O); the same for each image are the teacher's features of all texts,
+                ``texts`` (B, N, O), its exp(t), ``scales`` (B,), and s, ``sides``.
         """
         boxes = inputs["boxes"]
         crops = cut_views(images, boxes, side=inputs["sides"][0]).flatten(0, 1)  # (BV, 3, s, s)
         mean, std = model.colors
         features = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
         features = features.unflatten(0, boxes.shape[:2])
-        return divergence(features, inputs["whole"], inputs["texts"][0], inputs["scales"][0])
+        return divergence(features, inputs["teacher_images"], inputs["texts"][0], inputs["scales"][0])
 
 
 def select_view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
@@ -142,7 +144,9 @@ def cut_views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     """Cut boxes out of uint8 images, and resize them bilinearly to (B, V, 3, s, s) float32 from 0 to 255."""
     count = boxes.shape[1]
     centers = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels
-    x, y = (2 * (boxes[..., i, None] + boxes[..., i + 2, None] * centers) - 1 for i in (0, 1))  # (B, V, s)
+    left, top, width, height = boxes[..., None].unbind(dim=2)  # (B, V, 1) each
+    x = 2 * (left + width * centers) - 1  # (B, V, s)
+    y = 2 * (top + height * centers) - 1
     grid = torch.stack(torch.broadcast_tensors(x[:, :, None], y[..., None]), dim=-1)  # (B, V, s, s, 2)
     cut = F.grid_sample(images.float(), grid.flatten(1, 2), padding_mode="border", align_corners=False)
     crops: Tensor = cut.unflatten(2, (count, side)).transpose(1, 2)  # from (B, 3, Vs, s)
@@ -173,7 +177,8 @@ def divergence(features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-        total, gradient = features.new_zeros(()), torch.empty_like(features)
+        total = features.new_zeros(())
+        gradient = torch.empty_like(features)
         rows = max(1, _LOGITS // (features.shape[1] * len(texts)))
         for start in range(0, len(features), rows):
             tile = slice(start, start + rows)

@@ -31,13 +31,14 @@ from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import (
     HEADS,
     STEM,
+    Adapters,
     Architecture,
     Layer,
     TowerArchitecture,
     select_tower,
 )
 from clipkit.model.clip import CLIP, create
-from clipkit.model.lora import Adapters, add_adapters
+from clipkit.model.lora import add_adapters
 from clipkit.model.names import IMAGE_TOWERS, create_architecture
 from clipkit.model.tokenizer import open_stored_tokenizer, open_trained_tokenizer
 from clipkit.objectives import OBJECTIVES, Term, select_terms

@@ -17,6 +17,7 @@ from clipkit import distributed
 from clipkit.batch import Batch
 from clipkit.config import DistillConfig, LossConfig
 from clipkit.model.architectures import (
+    Adapters,
     Architecture,
     ClassTable,
     Decoder,
@@ -26,7 +27,7 @@ from clipkit.model.architectures import (
     WordTable,
 )
 from clipkit.model.clip import CLIP
-from clipkit.model.lora import Adapters, add_adapters
+from clipkit.model.lora import add_adapters
 from clipkit.model.towers import draw_patches
 from clipkit.objectives import Objective, Targets, Term, TermBatch
 from clipkit.objectives.caption import Caption

@@ -274,7 +274,7 @@ def test_round_trip_through_transformers_is_exact(
     back, tensors = from_transformers(configs["config.json"], theirs.state_dict())
     assert all(torch.equal(value, tensors[name]) for name, value in ours.state_dict().items())
     # the ratio may differ, as long as it gives the same MLP width
-    assert [int(tower.mlp_ratio * 48) for tower in back.plain_towers()] == [
+    assert [int(tower.mlp_ratio * 48) for tower in back.get_plain_towers()] == [
         int(ratio * 48) for ratio in ratios
     ]
     assert preprocess_from_transformers(configs["preprocessor_config.json"], 32) == ours.preprocess

@@ -30,7 +30,7 @@ def test_parameter_names_and_shapes_equal_open_clip(name: str) -> None:
     assert ours.preprocess.image_size == config["vision_cfg"]["image_size"]
     assert ours.architecture.quick_gelu == config.get("quick_gelu", False)
     heads = [tower.transformer.resblocks[0].attn.num_heads for tower in (theirs.visual, theirs)]
-    assert [tower.heads for tower in ours.architecture.plain_towers()] == heads
+    assert [tower.heads for tower in ours.architecture.get_plain_towers()] == heads
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

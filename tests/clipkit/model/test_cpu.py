@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipkit import create
+from clipkit.model.architectures import Adapters
 from clipkit.model.cpu import PackedWeights, open_core_pool, run_parallel
-from clipkit.model.lora import Adapters, add_adapters
+from clipkit.model.lora import add_adapters
 
 SHAPE = "ViT-Ti-4-16"
 

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
-from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.architectures import Adapters, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.lora import Adapters, add_adapters, is_adapter, merge_adapters
+from clipkit.model.lora import add_adapters, is_adapter, merge_adapters
 from clipkit.model.names import create_architecture
 from tests.forked import Forked
 from tests.small_trainings import write_pairs

@@ -305,14 +305,14 @@ def test_shape_settings_replace_named_sizes() -> None:
         image_width=384, image_layers=6, image_mlp=2.0, patch=16, pool="map", text_width=256, embed=128
     )
     plain = sized()
-    vision, text = plain.plain_towers()
+    vision, text = plain.get_plain_towers()
     assert shape == replace(
         plain,
         embed_dim=128,
         vision=replace(vision, width=384, layers=6, heads=6, mlp_ratio=2.0, patch_size=16, pool="map"),
         text=replace(text, width=256, heads=4),
     )
-    assert sized(image_width=384, image_heads=2).plain_towers()[0].heads == 2
+    assert sized(image_width=384, image_heads=2).get_plain_towers()[0].heads == 2
 
 
 def test_invalid_sizes_are_rejected() -> None:
