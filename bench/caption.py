@@ -218,7 +218,7 @@ def recomputed(model: CLIP, pixels: Tensor) -> None:
     for _ in range(TOKENS):
         text = model.decoder_input(tokens)
         x = decoder.embed(tokens) if text is None else text.x
-        logits = decoder.hidden(seen, x, text=text)[:, -1] @ decoder.text_projection
+        logits = decoder.compute_hidden(seen, x, text=text)[:, -1] @ decoder.text_projection
         tokens = torch.cat([tokens, logits.argmax(dim=-1, keepdim=True)], dim=1)
 
 

@@ -41,8 +41,8 @@ import clipkit
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
 from clipkit.inference.stream import FeatureStream
-from clipkit.model.cpu import one_core_each
-from clipkit.model.preprocess import batch_of
+from clipkit.model.cpu import open_core_pool
+from clipkit.model.preprocess import preprocess_images
 from clipkit.options import EncodeOptions
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,7 +98,7 @@ def measure(options: argparse.Namespace, model: clipkit.CLIP, paths: list[Path],
     def decode() -> None:
         starts = range(0, len(paths), size)
         batches.extend(
-            batch_of([str(path) for path in paths[i : i + size]], model.preprocess) for i in starts
+            preprocess_images([str(path) for path in paths[i : i + size]], model.preprocess) for i in starts
         )
 
     def forward() -> None:
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace, model: clipkit.CLIP, paths: list[Path],
             with torch.inference_mode():
                 return model.encode_image(batch)
 
-        with one_core_each(torch.get_num_threads()) as pool:
+        with open_core_pool(torch.get_num_threads()) as pool:
             list(pool.map(rows, batches))
 
     number = 0

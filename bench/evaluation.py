@@ -153,7 +153,7 @@ def classifier(options: argparse.Namespace) -> Row:
 def bound(model: clipkit.CLIP, prompts: list[str], seconds: float) -> Row:
     """Return the fractions of clipkit's time in matrix products and in tokenizing unseen prompts."""
     shape = model.architecture
-    _, text = shape.own_towers()
+    _, text = shape.get_plain_towers()
     began = time.perf_counter()
     tokens = model.tokenizer(prompts)
     tokenizing = time.perf_counter() - began

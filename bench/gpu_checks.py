@@ -20,7 +20,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.clip import create
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.model.towers import kept_patches
+from clipkit.model.towers import draw_patches
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.parallel import apply_fsdp, compile_blocks
@@ -116,7 +116,7 @@ def _packed(device: torch.device, name: str, rows: int) -> float:
 def _patches(device: torch.device) -> float:
     """Count differing choices of patches."""
     rows = torch.arange(1000, 1256)
-    kept = [kept_patches(seed=7, rows=one, patches=196, keep=98).cpu() for one in (rows, rows.to(device))]
+    kept = [draw_patches(seed=7, rows=one, patches=196, keep=98).cpu() for one in (rows, rows.to(device))]
     return float((kept[0] != kept[1]).sum())
 
 
@@ -158,7 +158,7 @@ def _gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
     for row, length in enumerate(lengths):
         tokens[row, :length] = torch.randint(1, START_OF_TEXT, (length,), generator=generator)
         tokens[row, 0], tokens[row, length - 1] = START_OF_TEXT, END_OF_TEXT
-    patches = kept_patches(seed=0, rows=torch.arange(16), patches=16, keep=8)
+    patches = draw_patches(seed=0, rows=torch.arange(16), patches=16, keep=8)
     images, tokens, patches = (one.to(device) for one in (images, tokens, patches))
     loss = clip_loss(*model(images, tokens, patches=patches, lengths=lengths))
     torch.autograd.backward(loss)

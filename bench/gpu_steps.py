@@ -34,7 +34,7 @@ class Batch:
 def make_batch(shape: Architecture, rows: int, device: torch.device) -> Batch:
     """Generate random images, and captions of 16 tokens on average, including start and end."""
     generator = torch.Generator().manual_seed(0)
-    _, text = shape.own_towers()
+    _, text = shape.get_plain_towers()
     # the sum of four exponential draws is gamma distributed
     draws = -torch.rand(rows, 4, generator=generator).clamp_min(1e-9).log().sum(1)
     lengths = (4 + 3 * draws).round().clamp(4, text.context_length).long()
@@ -103,7 +103,7 @@ def open_clip_steps(shape: Architecture, model: CLIP, device: torch.device) -> C
     """Return a step of open_clip's model with the same weights."""
     import open_clip
 
-    vision, text = shape.own_towers()
+    vision, text = shape.get_plain_towers()
     reference = open_clip.CLIP(
         shape.embed_dim,
         {

@@ -42,9 +42,9 @@ from torch import Tensor, nn
 import clipkit
 from clipkit.export.onnx import write as write_onnx
 from clipkit.export.transformers import write as write_transformers
-from clipkit.model.cpu import PackedWeights, in_parallel, keep_memory, one_core_each
+from clipkit.model.cpu import PackedWeights, keep_memory, open_core_pool, run_parallel
 from clipkit.model.measure import image_flops
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.zero_shot import encode_prompts
 
 RESULTS = Path(__file__).parent / "results"
@@ -87,7 +87,7 @@ class Inputs:
 
     @classmethod
     def of(cls, model: str, options: argparse.Namespace) -> "Inputs":
-        side = architecture(model).vision.image_size
+        side = create_architecture(model).vision.image_size
         generator = torch.Generator().manual_seed(0)
         images = torch.randint(
             0, 256, (options.images, 3, side, side), dtype=torch.uint8, generator=generator
@@ -116,7 +116,9 @@ def own(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs, folder: 
             if kind == "images":
                 parts = batches(inputs.images, inputs.batch_size)
                 made = (
-                    map(model.encode_image, parts) if plain else in_parallel(model, model.encode_image, parts)
+                    map(model.encode_image, parts)
+                    if plain
+                    else run_parallel(model, model.encode_image, parts)
                 )
                 return torch.cat([*made])
             if plain:
@@ -262,11 +264,11 @@ def gemm_rate() -> float:
     weights = PackedWeights(layer)
 
     def work(_: int) -> None:
-        with torch.inference_mode(), weights.used():
+        with torch.inference_mode(), weights.activate():
             layer(x)
 
     times, threads = [], torch.get_num_threads()
-    with one_core_each(threads) as pool:
+    with open_core_pool(threads) as pool:
         for _ in range(7):
             began = time.perf_counter()
             list(pool.map(work, range(4 * threads)))

@@ -80,7 +80,7 @@ class PlainTransformer(nn.Module):
 class PlainVision(nn.Module):
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
-        tower, _ = shape.own_towers()
+        tower, _ = shape.get_plain_towers()
         width, side = tower.width, tower.patch_size
         self.conv1 = nn.Conv2d(3, width, side, stride=side, bias=False)
         self.class_embedding = nn.Parameter(torch.empty(width))
@@ -105,7 +105,7 @@ class PlainCLIP(nn.Module):
 
     def __init__(self, shape: Architecture) -> None:
         super().__init__()
-        _, tower = shape.own_towers()
+        _, tower = shape.get_plain_towers()
         length = tower.context_length
         self.visual, self.transformer = PlainVision(shape), PlainTransformer(tower)
         self.token_embedding = nn.Embedding(tower.vocab_size, tower.width)

@@ -35,7 +35,7 @@ import torch
 from bench.options import ROOT
 from clipkit.config import Config, load_config
 from clipkit.model.clip import CLIP
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.training.build import shape_of
 from clipkit.training.costs import GPUS, Workload, communication_of, estimate, workloads_of
 
@@ -117,7 +117,7 @@ def collectives(trace: Path, world: int) -> dict[str, Any]:
     found: dict[str, float] = {"features": 0.0, "weights and gradients": 0.0, "few numbers": 0.0}
     spans = []
     config = load_config(CONFIG)
-    rows, embed = config.batch_size, architecture(config.model.name).embed_dim
+    rows, embed = config.batch_size, create_architecture(config.model.name).embed_dim
     for one in events:
         name = one.get("name", "")
         if name.startswith("gloo:"):
@@ -181,7 +181,7 @@ def analysis() -> list[dict[str, Any]]:
     rows = []
     for name in MODELS:
         with torch.device("meta"):
-            model = CLIP(architecture(name))
+            model = CLIP(create_architecture(name))
         for sharding in ("none", "full"):
             for world in (8, 64, 256, 1024):
                 work = Workload(model=model, batch_size=BATCH, steps=1, world=world, sharding=sharding)

@@ -28,7 +28,7 @@ from bench.caption import peak_memory
 from bench.options import ROOT
 from bench.train_step import CONFIG, make_pairs
 from clipkit.model.clip import CLIP
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.training.costs import Workload, memory_of
 from clipkit.training.optim import adamw
@@ -82,7 +82,7 @@ def open_clip_steps(name: str, images: Tensor, tokens: Tensor, recompute: int, p
 def measure(side: str, name: str, rows: int, tokens: int, recompute: int, parts: int) -> int:
     """Return the peak memory in bytes; run in a fresh process."""
     torch.set_num_threads(1)
-    pairs = make_pairs(architecture(name), rows)
+    pairs = make_pairs(create_architecture(name), rows)
     if tokens == 77:
         pairs.tokens.fill_(1)
         pairs.tokens[:, 0], pairs.tokens[:, -1] = START_OF_TEXT, END_OF_TEXT
@@ -99,7 +99,7 @@ def measure(side: str, name: str, rows: int, tokens: int, recompute: int, parts:
 def estimated(name: str, rows: int, recompute: int, parts: int, *, bf16: bool = False) -> int:
     """Return the estimate of ``--dry-run`` in bytes."""
     with torch.device("meta"):
-        model = CLIP(architecture(name))
+        model = CLIP(create_architecture(name))
     work = Workload(model=model, batch_size=rows, steps=1, parts=parts, bf16=bf16, recompute=recompute)
     return memory_of(work).total
 

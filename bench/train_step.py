@@ -28,7 +28,7 @@ from torch import Tensor
 import clipkit
 from clipkit.config import OptimConfig
 from clipkit.model.architectures import Architecture
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import OPENAI_MEAN, OPENAI_STD
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.training.optim import adamw
@@ -124,7 +124,7 @@ def useful_flops(shape: Architecture, tokens: Tensor) -> float:
     def tower(width: int, layers: int, length: float) -> float:
         return layers * (24 * width**2 * length + 4 * width * length**2)
 
-    vision, text = shape.own_towers()
+    vision, text = shape.get_plain_towers()
     patches = (vision.image_size // vision.patch_size) ** 2
     embed = 2 * patches * 3 * vision.patch_size**2 * vision.width
     lengths = tokens.argmax(dim=1) + 1
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    shape = architecture(options.model)
+    shape = create_architecture(options.model)
     pairs = make_pairs(shape, options.batch_size)
     own = clipkit.create(options.model, seed=0).train()
     reference = open_clip.create_model(options.model).train()

@@ -16,15 +16,15 @@ from clipkit.distributed import own_device
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.attention import text_heatmaps
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import in_parallel
+from clipkit.model.cpu import run_parallel
 from clipkit.model.generate import check_generation, generate_captions
 from clipkit.model.preprocess import ImageLike, pixels_and_traits
-from clipkit.model.tokenizer import list_of_strings
+from clipkit.model.tokenizer import convert_strings
 from clipkit.model.zero_shot import (
     DEFAULT_TEMPLATES,
     check_batch_size,
     encode_prompts,
-    evaluating,
+    evaluation_mode,
     zero_shot_classifier,
 )
 from clipkit.samples.depth import PixelRange, parse_pixel_range
@@ -99,7 +99,7 @@ def load(
         cause = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"no model at {shown}: {cause}") from error
     model = open_source(path, name=name, image_size=image_size, context_length=context_length)
-    model.preprocess = model.preprocess.with_decoding(
+    model.preprocess = model.preprocess.replace_decoding(
         background=background, upright=upright, pixel_range=pixel_range
     )
     if dim:
@@ -151,8 +151,8 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     """
     _check_model(model)
     empty = torch.zeros(0, model.dim)
-    with evaluating(model):
-        features = [*in_parallel(model, model.encode_image, _pixels(images, model, batch_size))]
+    with evaluation_mode(model):
+        features = [*run_parallel(model, model.encode_image, _pixels(images, model, batch_size))]
         return torch.cat([empty, *(rows.float().cpu() for rows in features)])
 
 
@@ -228,7 +228,7 @@ def explain(
     """
     texts = encode_text([prompts] if isinstance(prompts, str) else prompts, model)  # checks the model
     found = [torch.zeros(0, len(texts), 1, 1)]
-    with evaluating(model):
+    with evaluation_mode(model):
         for pixels in _pixels(images, model, batch_size):
             heat = text_heatmaps(model, pixels, torch.as_tensor(texts).to(pixels.device)).cpu()
             heat = heat - heat.amin(dim=(2, 3), keepdim=True)
@@ -268,7 +268,7 @@ def encode_text(texts: str | Sequence[str], model: CLIP, *, batch_size: int = 25
         TypeError: ``model`` is not a model.
     """
     _check_model(model)
-    many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
+    many = [texts] if isinstance(texts, str) else convert_strings(texts, "texts")
     return encode_prompts(model, many, batch_size=batch_size).cpu()
 
 

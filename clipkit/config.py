@@ -23,7 +23,7 @@ import msgspec
 from clipkit.cli import Within, import_attribute, one_of, setting
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.terminal import shown as shown_url, without_secrets
-from clipkit.model.architectures import TextArchitecture, selected
+from clipkit.model.architectures import TextArchitecture, select_tower
 from clipkit.model.names import TEXT_TOWERS, check_names
 from clipkit.samples.depth import parse_pixel_range
 from clipkit.samples.remote import is_remote
@@ -450,7 +450,7 @@ class ModelConfig(Section):
 
     @property
     def _text_tower(self) -> type[TextArchitecture] | None:
-        selection = selected(self.text, TEXT_TOWERS)
+        selection = select_tower(self.text, TEXT_TOWERS)
         return None if selection is None else selection[0]
 
 

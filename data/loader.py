@@ -62,7 +62,7 @@ class Loader:
         shards: the samples.
         order: their order.
         image_size: S.
-        tokenize: captions → (B, L) int64; with stages it must have ``of_length``, and to count captions that
+        tokenize: captions → (B, L) int64; with stages it must have ``replace_length``, and to count captions that
             are cut, ``count_cut``, like the tokenizers of models.
         augmentation: random crops and colors.
         decoding: handling of depth, transparency and orientation.
@@ -96,7 +96,7 @@ class Loader:
         self.order.part(self.rank, self.world_size)
         for stage in self.stages:
             tokenizer: Any = self.tokenize  # loaded once, because some load slowly
-            self._tokenizers[stage.context_length] = tokenizer.of_length(stage.context_length)
+            self._tokenizers[stage.context_length] = tokenizer.replace_length(stage.context_length)
 
     def batches(self, start: int, stop: int) -> Iterator[LoaderBatch]:
         """Yield the batches of steps ``start`` to ``stop - 1``.

@@ -206,7 +206,7 @@ def trained_preprocess(preprocess: Preprocess, settings: PixelsConfig, packed: P
         settings: values given here take precedence.
         packed: applied otherwise, so that other images are processed like the training images.
     """
-    chosen = preprocess.with_decoding(
+    chosen = preprocess.replace_decoding(
         background=settings.background or None,
         upright=settings.upright if isinstance(settings.upright, bool) else None,
         pixel_range=None if settings.range == "auto" else parse_pixel_range(settings.range),
@@ -229,7 +229,7 @@ def resumed_preprocess(preprocess: Preprocess, settings: PixelsConfig) -> Prepro
             f"pixels.range = {format_pixel_range(pixel_range)}, but the run was trained with "
             f"{format_pixel_range(preprocess.pixel_range)}: restore it, or set out=… for a new run"
         )
-    return preprocess.with_decoding(pixel_range=pixel_range)
+    return preprocess.replace_decoding(pixel_range=pixel_range)
 
 
 def other_data(run: Path, difference: str) -> CheckpointError:

@@ -424,7 +424,7 @@ def _score_model(
         raise ConfigError(
             f"--dim {options.dims[-1]}: expected numbers below {model.dim}, the whole embedding"
         )
-    model.preprocess = model.preprocess.with_decoding(
+    model.preprocess = model.preprocess.replace_decoding(
         background=options.background, upright=options.upright, pixel_range=options.pixel_range
     )
     check_appendable(wanted.out)  # before anything is computed

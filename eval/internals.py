@@ -20,7 +20,7 @@ from clipkit.model import (
     attention_blocks,
     attention_maps,
     encode_all_tokens,
-    evaluating,
+    evaluation_mode,
     patch_grid,
     reads_class_token,
 )
@@ -60,7 +60,7 @@ def analyze(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
         shown: number of images for which attention is rolled out, the first ones.
     """
     found = Internals(filters=_filters(model), positions=_positions(model))
-    with evaluating(model):
+    with evaluation_mode(model):
         found.layers = list(layers_of(model))
         try:
             attention_blocks(model)
@@ -214,7 +214,7 @@ def _grams(model: CLIP, images: Tensor) -> Tensor:
         flat = value.flatten(1).double()
         found.append(flat @ flat.T)
 
-    with ExitStack() as after, evaluating(model):
+    with ExitStack() as after, evaluation_mode(model):
         for layer in layers_of(model).values():
             after.callback(layer.register_forward_hook(gram).remove)
         encode_all_tokens(model, images)

@@ -24,7 +24,13 @@ from clipkit.formats.checkpoint import parse_architecture, serialize_architectur
 from clipkit.formats.load import load_checkpoint
 from clipkit.model import ARCHITECTURES, Architecture, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture, check_names, from_open_clip, open_clip_config, to_open_clip
+from clipkit.model.names import (
+    check_names,
+    create_architecture,
+    from_open_clip,
+    open_clip_config,
+    to_open_clip,
+)
 from clipkit.objectives.clip import clip_loss
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
@@ -165,10 +171,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def step_and_score(model: CLIP, colours: Path, tmp_path: Path) -> None:
     """Make one optimizer step, run zero-shot evaluation, and save and load a checkpoint."""
-    from clipkit.model.preprocess import batch_of
+    from clipkit.model.preprocess import preprocess_images
 
     names = list(COLOURS) * 2
-    images = batch_of([image_file(name, i) for i, name in enumerate(names)], model.preprocess)
+    images = preprocess_images([image_file(name, i) for i, name in enumerate(names)], model.preprocess)
     tokens = model.tokenizer([f"the colour {name}" for name in names])
     optimizer = adamw(model, OptimConfig(lr=1e-3))
     model.train()
@@ -219,7 +225,7 @@ def test_open_clip_architecture_matches_open_clip_and_trains(
 @pytest.mark.parametrize("name", BACKBONES)
 def test_timm_backbone_trains(name: str, colours: Path, tmp_path: Path) -> None:
     size, options = BACKBONES[name]
-    shape = architecture("ViT-Ti-4-16", image=f"timm:{name}", image_size=size)
+    shape = create_architecture("ViT-Ti-4-16", image=f"timm:{name}", image_size=size)
     assert isinstance(shape.vision, TimmVision)
     shape = replace(shape, vision=replace(shape.vision, options=options))
     step_and_score(create(shape, seed=0), colours, tmp_path)
@@ -251,7 +257,7 @@ def encoder(kind: str, folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["bert", "distilbert", "t5", "nllb", "xlm-roberta"])
 def test_transformers_encoder_trains(kind: str, colours: Path, tokenizer: Path, tmp_path: Path) -> None:
     encoder(kind, tokenizer)
-    model = create(architecture("ViT-Ti-4-16", text=f"transformers:{tokenizer}"), seed=0)
+    model = create(create_architecture("ViT-Ti-4-16", text=f"transformers:{tokenizer}"), seed=0)
     step_and_score(model, colours, tmp_path)
     together = clipkit.encode_text(["red", "the colour of a blue red green"], model)
     torch.testing.assert_close(together[:1], clipkit.encode_text(["red"], model), rtol=0, atol=1e-6)
@@ -278,7 +284,7 @@ def test_open_clip_architecture_with_transformers_encoder(
 
 
 def test_bag_of_words_ignores_word_order(colours: Path, tmp_path: Path) -> None:
-    model = create(architecture("ViT-Ti-4-16", text="cbow"), seed=0)
+    model = create(create_architecture("ViT-Ti-4-16", text="cbow"), seed=0)
     step_and_score(model, colours, tmp_path)
     texts = ["red green blue", "blue red green", "red green"]
     features = clipkit.encode_text(texts, model)
@@ -292,7 +298,7 @@ def test_open_clip_vits_use_own_towers() -> None:
         assert from_open_clip(open_clip_config(name)) == ARCHITECTURES[name]
     for name in ("ViT-g-14", "ViT-bigG-14", "ViT-e-14", "ViT-B-16-plus"):
         shape = from_open_clip(open_clip_config(name))
-        assert isinstance(shape.vision, VisionTower) and shape.is_own
+        assert isinstance(shape.vision, VisionTower) and shape.is_native
 
 
 def test_offline_open_clip_configurations_are_supported() -> None:
@@ -335,7 +341,7 @@ def test_invalid_model_name_raises_hint(names: tuple[str, ...], message: str) ->
 )
 def test_unavailable_tower_raises_error(image: str, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        architecture("ViT-Ti-4-16", image=image, text=text)
+        create_architecture("ViT-Ti-4-16", image=image, text=text)
 
 
 def test_configuration_with_remote_code_is_rejected(tokenizer: Path, tmp_path: Path) -> None:
@@ -344,7 +350,7 @@ def test_configuration_with_remote_code_is_rejected(tokenizer: Path, tmp_path: P
     (tmp_path / "config.json").write_text('{"model_type": "mine", "auto_map": {"AutoConfig": "evil.Config"}}')
     (tmp_path / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Config: pass\n")
     with pytest.raises(ConfigError):
-        architecture("ViT-Ti-4-16", text=f"transformers:{tmp_path}")
+        create_architecture("ViT-Ti-4-16", text=f"transformers:{tmp_path}")
     assert not ran.exists()
 
 

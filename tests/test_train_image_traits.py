@@ -272,7 +272,7 @@ def test_training_stops_at_deep_images_until_a_range_is_given(forked: Forked, tm
 
 def test_resumed_runs_keep_their_range() -> None:
     plain = Preprocess(image_size=8)
-    ranged = plain.with_decoding(pixel_range="0,4095")
+    ranged = plain.replace_decoding(pixel_range="0,4095")
     assert resumed_preprocess(plain, PixelsConfig()) == plain
     assert resumed_preprocess(ranged, PixelsConfig()) == ranged  # from model.weights
     assert resumed_preprocess(plain, PixelsConfig(range=(0, 4095))) == ranged

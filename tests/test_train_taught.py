@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import clipkit
 from clipkit.formats.checkpoint import save_model
-from clipkit.model.names import architecture, from_open_clip
+from clipkit.model.names import create_architecture, from_open_clip
 from tests.small_trainings import (
     Trainings,
     checkpoint,
@@ -103,7 +103,7 @@ def test_teacher_with_equal_weights_gives_zero_loss(
 
 def test_teacher_with_larger_images_and_shorter_texts(trainings: Trainings, tmp_path: Path) -> None:
     larger, out = tmp_path / "larger", tmp_path / "run"
-    shape = architecture("ViT-Ti-4-16", image_size=24, context_length=6)
+    shape = create_architecture("ViT-Ti-4-16", image_size=24, context_length=6)
     save_model(clipkit.create(shape, seed=3), larger)
     settings = (
         "loss.name=siglip",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.model.clip import CLIP
-from clipkit.model.preprocess import batch_of
+from clipkit.model.preprocess import preprocess_images
 from clipkit.model.tokenizer import ClassTokenizer
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def draw_samples(model: CLIP) -> Samples:
         canvas += random.normal(0, 12, canvas.shape)
         values = canvas.clip(0, 255).astype(np.uint8)
         images.append(Image.fromarray(values) if channels == 3 else values)
-    pixels = normalized(batch_of(images, model.preprocess), model)
+    pixels = normalized(preprocess_images(images, model.preprocess), model)
     return Samples(
         images=tuple(images),
         texts=texts,

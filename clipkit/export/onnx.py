@@ -35,7 +35,7 @@ from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.files.terminal import counted
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
-from clipkit.model.towers import Padded, unit_halves
+from clipkit.model.towers import Padded, normalize_halves
 
 OPSET = 18
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
@@ -61,7 +61,7 @@ class _Normalized(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, …) → (B, O)."""
         out = self.tower(x)
-        return F.normalize(unit_halves(out) if self.halves else out, dim=-1)
+        return F.normalize(normalize_halves(out) if self.halves else out, dim=-1)
 
 
 class _OwnTextEncoder(nn.Module):
@@ -77,7 +77,7 @@ class _OwnTextEncoder(nn.Module):
     def forward(self, input_ids: Tensor) -> Tensor:
         """(B, L) → (B, O)."""
         x = self.token_embedding(input_ids) + self.positional_embedding[: input_ids.shape[1]]  # (B, L, D)
-        read = self.ln_final(self.transformer(x, Padded.texts(input_ids, causal=self.causal)))  # (B, D)
+        read = self.ln_final(self.transformer(x, Padded.from_texts(input_ids, causal=self.causal)))  # (B, D)
         return F.normalize(read @ self.text_projection, dim=-1)
 
 

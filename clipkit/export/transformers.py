@@ -40,9 +40,9 @@ from clipkit.model.tokenizer import (
     START_OF_TEXT,
     ClipTokenizer,
     TransformersTokenizer,
-    end_of_texts,
-    pair_merges,
-    tokens_in_order,
+    find_text_end,
+    list_tokens,
+    read_merges,
 )
 
 WEIGHTS = "model.safetensors"
@@ -79,7 +79,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
         processor["do_center_crop"] = False
     if isinstance(own := model.tokenizer, TransformersTokenizer):
         # text features are read at the end-of-text token, or at the largest token if there is none
-        library, end = own.library(), end_of_texts(own)
+        library, end = own.load_library(), find_text_end(own)
         configs["config.json"]["text_config"].update(
             bos_token_id=library.bos_token_id,
             pad_token_id=library.pad_token_id,
@@ -116,8 +116,8 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
         processors,
     )
 
-    merges = pair_merges()
-    vocabulary = {token: number for number, token in enumerate([*tokens_in_order(), START, END])}
+    merges = read_merges()
+    vocabulary = {token: number for number, token in enumerate([*list_tokens(), START, END])}
     made = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))
     made.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]

@@ -35,7 +35,7 @@ from clipkit.files.patterns import output_folder
 from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
-from clipkit.model.zero_shot import evaluating
+from clipkit.model.zero_shot import evaluation_mode
 from clipkit.options import ExportOptions
 
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
@@ -96,7 +96,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with (
-            evaluating(model),
+            evaluation_mode(model),
             torch.no_grad(),
             lock_output(out, "clipkit export"),
             ExitStack() as cleanup,

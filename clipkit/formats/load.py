@@ -56,19 +56,19 @@ from clipkit.formats.open_clip import (
 )
 from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
 from clipkit.formats.weights import read_weights
-from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture
+from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
-from clipkit.model.lora import Adapters, add_adapters, merge_adapters
+from clipkit.model.lora import add_adapters, merge_adapters
 from clipkit.model.names import (
     OPEN_CLIP,
-    architecture,
     check_names,
+    create_architecture,
     from_open_clip,
     open_clip_config,
 )
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.resample import fit_positions
-from clipkit.model.tokenizer import Tokenizer, create_tokenizer, folder_tokenizer, has_tokenizer
+from clipkit.model.tokenizer import Tokenizer, create_tokenizer, has_tokenizer, open_folder_tokenizer
 
 _OPEN_CLIP_WEIGHTS = (
     "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin",
@@ -105,7 +105,7 @@ class LoadRequest:
 
     def architecture(self) -> Architecture:
         """Return the architecture of the name."""
-        shape = architecture(self.name)
+        shape = create_architecture(self.name)
         return replace(shape, quick_gelu=True) if self.published.get("quick_gelu") else shape
 
     @property
@@ -203,7 +203,7 @@ def outline_checkpoint(folder: Path) -> CLIP:
 
 def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
     """Build a model at the requested sizes."""
-    shape = stored.shape.resized(image_size=request.image_size, context_length=request.context_length)
+    shape = stored.shape.replace_size(image_size=request.image_size, context_length=request.context_length)
     length = shape.text.context_length
     if length != stored.shape.text.context_length and shape.text.reads_padding:
         warnings.warn(
@@ -213,7 +213,7 @@ def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
         )
     tokenizer = stored.tokenizer
     if tokenizer is not None and request.context_length:
-        tokenizer = tokenizer.of_length(length)
+        tokenizer = tokenizer.replace_length(length)
     model = build_from_tensors(
         shape,
         stored.tensors,
@@ -233,7 +233,7 @@ def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
             raise CheckpointError(
                 f"{model.origin}: {key} contains NaN or infinity, as after diverged training"
             )
-    if request.is_resized and not model.architecture.is_own:
+    if request.is_resized and not model.architecture.is_native:
         _try_sizes(model)
     return model
 
@@ -304,7 +304,7 @@ def _read_published(source: str) -> StoredModel:
 def _read_open_clip_folder(folder: Path, file: Path | None = None) -> StoredModel:
     with _prefix_errors(folder):
         shape, preprocess = folder_config(folder)
-        shape = replace(shape, text=shape.text.with_tokenizer_in(folder))
+        shape = replace(shape, text=shape.text.use_tokenizer(folder))
     file = file or _find_file(folder, _OPEN_CLIP_WEIGHTS)
     return convert_open_clip(
         StoredModel(
@@ -329,8 +329,8 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is not an object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
-        _, text = shape.own_towers()
-        tokenizer = folder_tokenizer(folder, text, end_of_text(config))
+        _, text = shape.get_plain_towers()
+        tokenizer = open_folder_tokenizer(folder, text, end_of_text(config))
         preprocess = preprocess_from_transformers(
             processor or {}, shape.vision.image_size, shape.vision.channels
         )
@@ -554,7 +554,7 @@ def _check_agreement(stored: StoredModel, request: LoadRequest) -> None:
     expected = replace(request.architecture(), logit_bias=False, small_data=False, decoder=None)
     # fails if the size is not a multiple of the patch size: another architecture
     with suppress(ConfigError):
-        expected = expected.resized(
+        expected = expected.replace_size(
             image_size=stored_shape.vision.image_size, context_length=stored_shape.text.context_length
         )
     if expected == stored_shape:

@@ -19,7 +19,7 @@ from clipkit.formats.checkpoint import read_json
 from clipkit.model.architectures import Architecture, ImageArchitecture, TextArchitecture, TextTower
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.tokenizer import ANY_END, ClipTokenizer, folder_tokenizer
+from clipkit.model.tokenizer import ANY_END, ClipTokenizer, open_folder_tokenizer
 
 ONNX_CONFIG = "onnx_config.json"
 
@@ -122,7 +122,7 @@ def load_onnx(folder: Path) -> CLIP:
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
     clips = TextTower(width=64, layers=1, heads=1, context_length=known.context_length)  # for its length
-    if known.classes or not isinstance(folder_tokenizer(folder, clips, ANY_END), ClipTokenizer):
+    if known.classes or not isinstance(open_folder_tokenizer(folder, clips, ANY_END), ClipTokenizer):
         raise CheckpointError(f"{folder}: clipkit reads ONNX exports of models with CLIP's tokenizer only")
     model = CLIP(
         Architecture(

@@ -148,7 +148,7 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
         if outline(shape) is None:
             continue
         try:
-            resized = shape.resized(
+            resized = shape.replace_size(
                 image_size=inferred.vision.image_size, context_length=inferred.text.context_length
             )
         except ConfigError:  # not a multiple of its patch size
@@ -212,7 +212,7 @@ def training_record(file: Path) -> TrainingRecord:
         if scheme:
             folder = fetch_repository(name) if scheme == HUB else Path(name.removeprefix(_LOCAL))
             shape, preprocess = folder_config(folder)
-            shape = replace(shape, text=shape.text.with_tokenizer_in(folder))
+            shape = replace(shape, text=shape.text.use_tokenizer(folder))
         else:
             name = OPEN_CLIP + name.replace("/", "-")  # as open_clip does
             check_names(name)
@@ -239,7 +239,7 @@ def training_record(file: Path) -> TrainingRecord:
             if isinstance(size, list) and size and all(side == size[0] for side in size):
                 size = size[0]  # height and width
             if size is not None:
-                shape = shape.resized(**{key: size})
+                shape = shape.replace_size(**{key: size})
     except ConfigError as error:
         raise CheckpointError(f"{params}: {error}") from error
     return TrainingRecord(architecture=shape, name="" if scheme else name, preprocess=preprocess)

@@ -173,7 +173,7 @@ def _renamed(name: str, names: Any, block: Any) -> str:
 
 def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict[str, Any]]:
     """Return the configuration files of ``CLIPModel`` and ``CLIPImageProcessor``, by name."""
-    vision, text = shape.own_towers()
+    vision, text = shape.get_plain_towers()
     activation = "quick_gelu" if shape.quick_gelu else "gelu"
     both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
     size = preprocess.image_size
@@ -270,5 +270,5 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, cha
     if not isinstance(own, Mapping) or own.keys() - set(known):
         raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than {', '.join(known)}")
     values.update(own)
-    clips = Preprocess(image_size=image_size).with_channels(channels)
+    clips = Preprocess(image_size=image_size).replace_channels(channels)
     return Preprocess.from_dict({**clips.to_dict(), **values})

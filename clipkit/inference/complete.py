@@ -25,12 +25,12 @@ def run_complete(options: CompleteOptions) -> int:
         )
     pixels = eval_pixels(options.image, model.preprocess)[None].to(visual.palette.device)  # (1, 3, S, S)
     with torch.inference_mode():
-        colors = visual.colors_of(pixels)  # (1, P)
+        colors = visual.quantize_colors(pixels)  # (1, P)
         side = pixels.shape[-1]
         given_pixels = round(options.keep * side) * side  # whole rows
         random = torch.Generator(colors.device).manual_seed(options.seed)
         with CountProgress("pixels", total=side**2 - given_pixels, shown=True) as bar:
-            drawn = visual.completed(
+            drawn = visual.complete_pixels(
                 colors[:, :given_pixels].repeat(options.samples, 1),
                 temperature=options.temperature,
                 generator=random,

@@ -37,10 +37,10 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.inference.storage import ReusableRows, content_digest
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import PackedWeights, keep_memory, one_core_each
+from clipkit.model.cpu import PackedWeights, keep_memory, open_core_pool
 from clipkit.model.preprocess import pixels_and_traits
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
-from clipkit.model.zero_shot import evaluating
+from clipkit.model.zero_shot import evaluation_mode
 from clipkit.samples.traits import NO_TRAITS, TraitCounts, Traits
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -201,7 +201,7 @@ class FeatureStream:
         prepare = partial(
             self._prepare, kind=kind, captions=captions, thumbnails=thumbnails, reusable=reusable
         )
-        with evaluating(self.model), one_core_each(self._lanes) as pool:
+        with evaluation_mode(self.model), open_core_pool(self._lanes) as pool:
             for outcome in _batches(self._read_ahead(prepare, items), self.batch_size):
                 if isinstance(outcome, Failure):
                     yield outcome
@@ -256,7 +256,7 @@ class FeatureStream:
         tokenizer = self.model.tokenizer
         text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
         pixels = torch.zeros(self.model.preprocess.channels, size, size, dtype=torch.uint8)
-        with evaluating(self.model):
+        with evaluation_mode(self.model):
             return self._rows([_Ready(item=Item(source="", key=""), pixels=pixels, caption=text)], kind)[:0]
 
     def _read_ahead(self, work: Callable[[T], Result], items: Iterable[T]) -> Iterator[Result]:
@@ -265,7 +265,7 @@ class FeatureStream:
             yield from map(work, items)
             return
         waiting: deque[Future[Result]] = deque()
-        with one_core_each(self._workers) as pool:
+        with open_core_pool(self._workers) as pool:
             for item in items:
                 waiting.append(pool.submit(work, item))
                 if len(waiting) >= self.batch_size * (self._lanes + 1):
@@ -336,7 +336,7 @@ class FeatureStream:
         dtype = PRECISIONS[self.precision]
         autocast = torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None)
         try:
-            with torch.inference_mode(), autocast, self._weights.used():
+            with torch.inference_mode(), autocast, self._weights.activate():
                 if kind == "caption":
                     texts = [ready.caption or "" for ready in batch]
                     encoded = encode_text(texts, self.model, batch_size=len(texts))

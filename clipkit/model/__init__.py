@@ -21,11 +21,11 @@ from clipkit.model.attention import (
     text_heatmaps,
 )
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import in_parallel, keep_memory, one_core_each
+from clipkit.model.cpu import keep_memory, open_core_pool, run_parallel
 from clipkit.model.generate import caption_likelihoods, check_generation, generate_captions
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.model.measure import architecture_gflops, image_gflops
-from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, architecture
+from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, create_architecture
 from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
 from clipkit.model.probes import image_representations, layer_count
 from clipkit.model.tokenizer import (
@@ -38,23 +38,22 @@ from clipkit.model.tokenizer import (
     tokenize,
 )
 from clipkit.model.zero_shot import (
+    attach_class_head,
     encode_prompts,
-    evaluating,
+    evaluation_mode,
     fill_template,
-    indistinguishable_classes,
-    token_numbers,
-    with_class_head,
+    find_indistinguishable_classes,
+    number_texts,
 )
 
 __all__ = [
     "ARCHITECTURES", "CLIP", "CONTEXT_LENGTH", "END_OF_TEXT", "IMAGE_TOWERS", "MAX_CHARACTERS", "QUICKGELU",
     "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
     "ImageArchitecture", "OpenClipText", "OpenClipVision", "PixelTower", "Preprocess", "TextArchitecture",
-    "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture", "architecture_gflops",
-    "attention_blocks", "attention_maps", "caption_likelihoods", "check_generation", "create_tokenizer",
-    "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluating", "fill_template",
-    "generate_captions", "image_gflops", "image_representations", "in_parallel",
-    "indistinguishable_classes", "keep_memory", "layer_count", "one_core_each", "patch_grid",
-    "pixels_and_traits", "reads_class_token", "text_heatmaps", "token_numbers", "tokenize",
-    "with_class_head",
+    "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
+    "attention_blocks", "attention_maps", "caption_likelihoods", "check_generation", "create_architecture",
+    "create_tokenizer", "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode",
+    "fill_template", "find_indistinguishable_classes", "generate_captions", "image_gflops",
+    "image_representations", "keep_memory", "layer_count", "number_texts", "open_core_pool", "patch_grid",
+    "pixels_and_traits", "reads_class_token", "run_parallel", "text_heatmaps", "tokenize",
 ]  # fmt: skip

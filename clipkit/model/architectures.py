@@ -8,6 +8,7 @@ special.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
 
     from clipkit.model.preprocess import Preprocess
 
-_MAX, _MAX_LAYERS, _MAX_RATIO = 1_000_000, 1000, 64  # limits for stored architectures, which are not trusted
+# limits for stored architectures, which are not trusted
+_MAX = 1_000_000
+_MAX_LAYERS = 1000
+_MAX_RATIO = 64
 QUICKGELU = "-quickgelu"  # suffix of a name
 
 Layer: TypeAlias = tuple[int, ...] | None  # STEM, the number of a block, or None for the head
@@ -35,8 +39,9 @@ class LayerNames:
     head: re.Pattern[str]
 
     def __call__(self, name: str) -> Layer:
-        if block := self.block.match(name):
-            return tuple(int(number) for number in block.groups())
+        block = self.block.match(name)
+        if block is not None:
+            return tuple(map(int, block.groups()))
         return None if self.head.match(name) else STEM
 
 
@@ -53,27 +58,29 @@ class TowerArchitecture:
 
     Attributes:
         setting: how ``model.image`` or ``model.text`` selects this kind, such as "timm:NAME"; "" if they cannot.
-        own: whether clipkit implements it: it can be built on the meta device and initialized later, is
+        native: whether clipkit implements it: it can be built on the meta device and initialized later, is
             deterministic in the forward pass, and can be sharded.
         has_blocks: whether it has blocks to lock or recompute.
         sizes: fields of the tower by the settings of [shape] that select them; empty if there are none.
     """
 
     setting: ClassVar[str] = ""
-    own: ClassVar[bool] = False
+    native: ClassVar[bool] = False
     has_blocks: ClassVar[bool] = True
     sizes: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if one.type is int:
-                _check_number(one.name, value, _MAX_LAYERS if one.name == "layers" else _MAX)
-            elif one.type is float:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if entry.type is int:
+                _check_integer(entry.name, value, _MAX_LAYERS if entry.name == "layers" else _MAX)
+            elif entry.type is float:
                 if type(value) not in (int, float) or not 0 < value <= _MAX_RATIO:
-                    raise ConfigError(f"{one.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}")
-            elif not isinstance(value, one.type if one.type in (str, bool) else Mapping):
-                raise ConfigError(f"{one.name} = {value!r} has the wrong type")
+                    raise ConfigError(
+                        f"{entry.name} = {value!r} is not a number above 0, at most {_MAX_RATIO}"
+                    )
+            elif not isinstance(value, entry.type if entry.type in (str, bool) else Mapping):
+                raise ConfigError(f"{entry.name} = {value!r} has the wrong type")
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -110,7 +117,7 @@ class TowerArchitecture:
         """The settings of [shape] that select the tower."""
         return {setting: getattr(self, name) for setting, name in self.sizes.items()}
 
-    def with_sizes(self, settings: Mapping[str, Any]) -> Self:
+    def replace_sizes(self, settings: Mapping[str, Any]) -> Self:
         """Return the tower with settings of [shape]; without another number of heads, they stay as wide."""
         values = {self.sizes[name]: value for name, value in settings.items()}
         if "width" in values and "heads" not in values:
@@ -130,7 +137,7 @@ class TowerArchitecture:
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
         """Draw fresh weights after ``reset_parameters`` of its layers; called for own towers only."""
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
         return _TRANSFORMER
 
@@ -188,13 +195,13 @@ class ImageArchitecture(TowerArchitecture):
         """Number of values that the constructor computes for position embeddings, checked for stored towers."""
         return 0
 
-    def with_options(self, options: Mapping[str, Any]) -> Self:
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
         """Return the tower with arguments for its library; ConfigError if it takes none."""
         if options:
             raise ConfigError(f"a tower like this one ({self.description}) takes no options")
         return self
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         """Return the tower for images of another number of channels; ConfigError if it encodes only RGB."""
         if channels == self.channels:
             return self
@@ -208,7 +215,7 @@ class ImageArchitecture(TowerArchitecture):
         return None
 
     @property
-    def published(self) -> str:
+    def hub_repository(self) -> str:
         """A repository on the Hugging Face hub with weights for ``take_weights``; "" if there is none."""
         return ""
 
@@ -227,15 +234,15 @@ class ImageArchitecture(TowerArchitecture):
         """
         raise ConfigError(f"{self.description} has no weights of its own")
 
-    def resized(self, image_size: int) -> Self:
+    def replace_size(self, image_size: int) -> Self:
         """Return the tower for images of another size."""
         return replace(self, **{"image_size": image_size})
 
-    def tokens(self, embed_dim: int) -> tuple[int, int] | None:
+    def token_shape(self, embed_dim: int) -> tuple[int, int] | None:
         """Return the number and width of an image's tokens that a decoder reads; None if it has none."""
         return None
 
-    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
         """Compute features (B, O) and tokens (B, M, W) of normalized images, for towers of other libraries."""
         raise NotImplementedError
 
@@ -255,7 +262,7 @@ class TextArchitecture(TowerArchitecture):
         any_length: whether L may be shorter than the context length.
         part_of_clip: whether it is the transformer whose parameters are part of ``CLIP`` itself.
         over_classes: whether it is a classification head, see ``classes``.
-        over_words: whether images can predict its words, see ``words``.
+        over_words: whether images can predict its tokens, see ``WordTable``.
     """
 
     any_length: ClassVar[bool] = True
@@ -291,20 +298,15 @@ class TextArchitecture(TowerArchitecture):
         return False
 
     @property
-    def words(self) -> int:
-        """Number of words that can be predicted from images, see ``WordTable``; 0 for other towers."""
-        return 0
-
-    @property
     def is_causal(self) -> bool:
         """Whether tokens attend to previous ones only; True for towers of other libraries."""
         return True
 
-    def with_attention(self, *, causal: bool) -> Self:
+    def replace_attention(self, *, causal: bool) -> Self:
         """Return the tower with another attention mask, if it is the transformer of ``CLIP``."""
         return self
 
-    def with_vocabulary(self, size: int) -> Self:
+    def replace_vocabulary(self, size: int) -> Self:
         """Return the tower for a tokenizer of ``size`` tokens; ConfigError if its tokenizer is its own."""
         raise ConfigError(
             f"model.tokenizer requires clipkit's text transformer, not this one ({self.description})"
@@ -315,16 +317,16 @@ class TextArchitecture(TowerArchitecture):
         """Width of the tokens that a decoder of captions can read; 0 if there are none."""
         return 0
 
-    def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
         """Compute features (B, O) and tokens (B, L, W), for towers of other libraries."""
         raise NotImplementedError
 
     @property
     def caption_vocabulary(self) -> int:
         """Size of the vocabulary of the tokens that a decoder of captions predicts; 0 if there are none."""
-        return 0
+        return self.vocab_size if self.native and not self.over_classes else 0
 
-    def resized(self, context_length: int) -> Self:
+    def replace_size(self, context_length: int) -> Self:
         """Return the tower for texts of another length."""
         return replace(self, **{"context_length": context_length})
 
@@ -333,7 +335,7 @@ class TextArchitecture(TowerArchitecture):
         """Arguments of ``LibraryTokenizer`` for a model stored without a tokenizer; None for clipkit's own."""
         return None
 
-    def with_tokenizer_in(self, folder: Path) -> Self:
+    def use_tokenizer(self, folder: Path) -> Self:
         """Return the tower with the tokenizer in a folder of open_clip, if any; ConfigError if it is unknown."""
         return self
 
@@ -363,10 +365,6 @@ class _TransformerTower:
 POOLS = ("class", "mean", "map", "distilled")  # what is projected to an image's features
 _MOST_PIXELS = 512  # along a side
 POSITIONS = ("learned", "learned_2d", "sincos_2d", "none")
-IMAGE_SIZES = {  # settings of [shape]: fields of ``VisionTower``
-    "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
-    "patch": "patch_size", "pool": "pool", "positions": "positions",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,7 +374,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     Attributes:
         pool: what is projected to features: "class", the class token; "mean", the mean of the normalized patch
             tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560);
-            "distilled", the class token and a distillation token, each to half of them, see ``unit_halves``.
+            "distilled", the class token and a distillation token, each to half of them, see ``normalize_halves``.
         positions: position embeddings: "learned"; "learned_2d", a row's and a column's of half the width each; or
             fixed: "sincos_2d", or "none".
     """
@@ -389,16 +387,20 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     mlp_ratio: float = 4.0
     pool: str = field(default="class", repr=False)  # not in the hash of models with the defaults
     positions: str = field(default="learned", repr=False)
-    own = True
-    sizes = IMAGE_SIZES
+    native = True
+    sizes: ClassVar[Mapping[str, str]] = {
+        "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
+        "patch": "patch_size", "pool": "pool", "positions": "positions",
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads()
-        for name, value, known in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
-            if value not in known:
-                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, known)}")
-        if (parts := {"sincos_2d": 4, "learned_2d": 2}.get(self.positions)) and self.width % parts:
+        for name, value, allowed in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
+            if value not in allowed:
+                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, allowed)}")
+        parts = {"sincos_2d": 4, "learned_2d": 2}.get(self.positions, 1)
+        if self.width % parts:
             raise ConfigError(
                 f"positions = {self.positions!r} requires a width divisible by {parts}, not {self.width}"
             )
@@ -407,11 +409,9 @@ class VisionTower(_TransformerTower, ImageArchitecture):
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
             )
 
-    def tokens(self, embed_dim: int) -> tuple[int, int]:
-        return self._length(self.patches), self.width
-
-    def _length(self, patches: int) -> int:
-        return patches + (2 if self.pool == "distilled" else 1)
+    def token_shape(self, embed_dim: int) -> tuple[int, int]:
+        further = 2 if self.distilled else 1
+        return self.patches + further, self.width
 
     @property
     def plain(self) -> "VisionTower":
@@ -431,11 +431,14 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     @property
     def description(self) -> str:
-        kinds = ["a distillation token"] if self.pool == "distilled" else []
-        kinds += [f"{self.pool} pooling"] if self.pool in ("mean", "map") else []
-        kinds += [f"{self.positions} positions"] if self.positions != "learned" else []
-        sizes = [f"{self.layers} layers", f"width {self.width}", f"{self.heads} heads"]
-        return f"ViT with patches of {self.patch_size} pixels, {', '.join([*sizes, *kinds])}"
+        parts = [f"{self.layers} layers", f"width {self.width}", f"{self.heads} heads"]
+        if self.pool == "distilled":
+            parts.append("a distillation token")
+        elif self.pool != "class":
+            parts.append(f"{self.pool} pooling")
+        if self.positions != "learned":
+            parts.append(f"{self.positions} positions")
+        return f"ViT with patches of {self.patch_size} pixels, {', '.join(parts)}"
 
     @property
     def is_clips(self) -> bool:
@@ -456,7 +459,9 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     @property
     def size_settings(self) -> dict[str, object]:
         settings = super().size_settings
-        return {**settings, "pool": "class", "distilled": True} if self.distilled else settings
+        if self.distilled:
+            settings |= {"pool": "class", "distilled": True}
+        return settings
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import VisionTransformer
@@ -467,7 +472,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             pool=self.pool, positions=self.positions, channels=self.channels,
         )  # fmt: skip
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         return replace(self, channels=channels)
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
@@ -480,7 +485,8 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         from clipkit.model.resample import smooth_grid
         from clipkit.model.towers import tie_grid
 
-        table, side = module.get_parameter("positional_embedding"), image_size // self.patch_size
+        table = module.get_parameter("positional_embedding")
+        side = image_size // self.patch_size
         if self.positions.startswith("learned"):
             smooth_grid(table, side)
         if self.positions == "learned_2d":
@@ -490,12 +496,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         if self.pool in ("map", "distilled"):
             return super().open_clip_config()
         names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
-        pool = {"pool_type": "avg"} if self.pool == "mean" else {}
-        return {
-            **{name: getattr(self, name) for name in names},
-            "head_width": self.width // self.heads,
-            **pool,
-        }
+        config: dict[str, Any] = {name: getattr(self, name) for name in names}
+        config["head_width"] = self.width // self.heads
+        if self.pool == "mean":
+            config["pool_type"] = "avg"
+        return config
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
@@ -532,7 +537,7 @@ class PixelTower(ImageArchitecture):
         width, layers, heads = PIXEL_SIZES[value]
         return cls(image_size=32, width=width, layers=layers, heads=heads)
 
-    def with_options(self, options: Mapping[str, Any]) -> Self:
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
         if unknown := options.keys() - {"colors", "causal"}:
             raise ConfigError(f"image option {min(unknown)!r} is unknown: known: causal, colors")
         return replace(self, **options)
@@ -543,8 +548,8 @@ class PixelTower(ImageArchitecture):
 
     @property
     def description(self) -> str:
-        what = "the next pixel" if self.causal else "masked pixels"
-        return f"Image GPT of {self.layers} layers, width {self.width}, {self.colors} colors, predicts {what}"
+        prediction = "the next pixel" if self.causal else "masked pixels"
+        return f"Image GPT of {self.layers} layers, width {self.width}, {self.colors} colors, predicts {prediction}"
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.pixels import PixelTransformer
@@ -557,23 +562,23 @@ class PixelTower(ImageArchitecture):
     def take_weights(
         self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
     ) -> "Preprocess":
-        found = tensors.get("palette")
-        if found is None or found.shape != (self.colors, 3) or not found.is_floating_point():
-            have = "none" if found is None else str(tuple(found.shape))
-            raise CheckpointError(f"expected a palette of shape ({self.colors}, 3), found {have}")
-        module.get_buffer("palette").copy_(found)
+        palette = tensors.get("palette")
+        if palette is None or palette.shape != (self.colors, 3) or not palette.is_floating_point():
+            shape = "none" if palette is None else str(tuple(palette.shape))
+            raise CheckpointError(f"expected a palette of shape ({self.colors}, 3), found {shape}")
+        module.get_buffer("palette").copy_(palette)
         return preprocess
 
-    def tokens(self, embed_dim: int) -> tuple[int, int]:
+    def token_shape(self, embed_dim: int) -> tuple[int, int]:
         return self.image_size**2, self.width
 
-    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
         from clipkit.model.pixels import PixelTransformer
 
         assert isinstance(module, PixelTransformer)
-        return module.with_tokens(images)
+        return module.encode_with_tokens(images)
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer]:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer]:
         return _PIXELS
 
 
@@ -592,7 +597,7 @@ class TextTower(_TransformerTower, TextArchitecture):
     vocab_size: int = 49408
     mlp_ratio: float = 4.0
     causal: bool = field(default=True, repr=False)  # not in the hash of causal models
-    own = True
+    native = True
     part_of_clip = True
     sizes: ClassVar[Mapping[str, str]] = {"text_width": "width", "text_layers": "layers"}
 
@@ -624,15 +629,11 @@ class TextTower(_TransformerTower, TextArchitecture):
     def outline(self) -> tuple[Any, ...]:
         return (self.width, self.layers, self.context_length, self.vocab_size, self.hidden)
 
-    def with_attention(self, *, causal: bool) -> Self:
+    def replace_attention(self, *, causal: bool) -> Self:
         return replace(self, causal=causal)
 
-    def with_vocabulary(self, size: int) -> Self:
+    def replace_vocabulary(self, size: int) -> Self:
         return replace(self, vocab_size=size)
-
-    @property
-    def caption_vocabulary(self) -> int:
-        return self.vocab_size
 
     @property
     def description(self) -> str:
@@ -646,24 +647,31 @@ class TextTower(_TransformerTower, TextArchitecture):
         return {name: getattr(self, name) for name in names}
 
 
+class _LookupTower(TextArchitecture):
+    """Base of text towers without blocks, which look up learned rows."""
+
+    native = True
+    has_blocks = False
+
+    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
+        from clipkit.model.towers import BagOfWordsTower, ClassTableTower, WordTableTower
+
+        assert isinstance(module, BagOfWordsTower | ClassTableTower | WordTableTower)
+        module.initialize()
+
+
 @dataclass(frozen=True, kw_only=True)
-class BagOfWords(TextArchitecture):
+class BagOfWords(_LookupTower):
     """CLIP's continuous bag of words (Radford et al. 2021, section 2.4): the projected mean token embedding."""
 
     width: int = 512
     context_length: int = 77
     vocab_size: int = 49408
     setting = "cbow"
-    own = True
-    has_blocks = False
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         return cls(width=embed_dim)
-
-    @property
-    def caption_vocabulary(self) -> int:
-        return self.vocab_size
 
     @property
     def description(self) -> str:
@@ -674,28 +682,9 @@ class BagOfWords(TextArchitecture):
 
         return BagOfWordsTower(vocab_size=self.vocab_size, width=self.width, output_dim=embed_dim)
 
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import BagOfWordsTower
-
-        assert isinstance(module, BagOfWordsTower)
-        module.initialize()
-
-
-class _Table(TextArchitecture):
-    """Base of text towers that look up learned rows."""
-
-    own = True
-    has_blocks = False
-
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import ClassTableTower, WordTableTower
-
-        assert isinstance(module, ClassTableTower | WordTableTower)
-        module.initialize()
-
 
 @dataclass(frozen=True, kw_only=True)
-class WordTable(_Table):
+class WordTable(_LookupTower):
     """The mean of learned unit vectors, one per token: the text side of bag-of-words prediction.
 
     Predicting the words of captions from images (Joulin et al. 2016, https://arxiv.org/abs/1511.02251) is CLIP's
@@ -712,16 +701,8 @@ class WordTable(_Table):
         return cls()
 
     @property
-    def caption_vocabulary(self) -> int:
-        return self.vocab_size
-
-    @property
     def description(self) -> str:
         return f"mean of {self.vocab_size:,} word vectors"
-
-    @property
-    def words(self) -> int:
-        return self.vocab_size
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import WordTableTower
@@ -730,7 +711,7 @@ class WordTable(_Table):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClassTable(_Table):
+class ClassTable(_LookupTower):
     """A classification head in place of a text tower: one learned row per class, selected by the class name."""
 
     names: tuple[str, ...]
@@ -740,18 +721,17 @@ class ClassTable(_Table):
 
     def __post_init__(self) -> None:
         names = self.names
-        if not isinstance(names, tuple | list) or not all(isinstance(one, str) for one in names):
+        if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
             raise ConfigError("names is not a list of class names")
         object.__setattr__(self, "names", tuple(names))  # JSON stores a list
-        _check_number("number of classes", len(names), _MAX)
-        for one in names:
-            if not one or one != " ".join(one.split()):
+        _check_integer("number of classes", len(names), _MAX)
+        for name, count in Counter(names).items():
+            if not name or name != " ".join(name.split()):
                 raise ConfigError(
-                    f"class name {one[:80]!r} is empty or has repeated, leading or trailing spaces"
+                    f"class name {name[:80]!r} is empty or has repeated, leading or trailing spaces"
                 )
-        if len(set(names)) < len(names):
-            twice = next(one for one in names if names.count(one) > 1)
-            raise ConfigError(f"class name {twice[:80]!r} occurs twice: each class needs its own name")
+            if count > 1:
+                raise ConfigError(f"class name {name[:80]!r} occurs twice: each class needs its own name")
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -781,7 +761,7 @@ class ClassTable(_Table):
     def description(self) -> str:
         return f"classification head, {len(self.names)} classes"
 
-    def resized(self, context_length: int) -> Self:
+    def replace_size(self, context_length: int) -> Self:
         if context_length > 1:
             raise ConfigError(f"context_length = {context_length} must be 1: a class is one token")
         return self
@@ -851,9 +831,10 @@ class Architecture:
     masked: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        _check_number("embed_dim", self.embed_dim, _MAX)
+        _check_integer("embed_dim", self.embed_dim, _MAX)
         for name in ("quick_gelu", "small_data", "logit_bias"):
-            if not isinstance(value := getattr(self, name), bool):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
                 raise ConfigError(f"{name} = {value!r} must be true or false")
         if self.distilled and (self.embed_dim % 2 or not self.text.over_classes):
             raise ConfigError(
@@ -874,32 +855,47 @@ class Architecture:
         return self.vision.distilled
 
     @property
-    def masked_outputs(self) -> int:
-        """Number of outputs for a masked patch; 0 without a head that predicts these."""
-        return 0 if self.masked is None else self.vision.masked_outputs(self.masked)
-
-    @property
-    def is_own(self) -> bool:
+    def is_native(self) -> bool:
         """Whether clipkit implements both towers."""
-        return self.vision.own and self.text.own
+        return self.vision.native and self.text.native
 
-    def own_towers(self) -> tuple[VisionTower, TextTower]:
+    def get_plain_towers(self) -> tuple[VisionTower, TextTower]:
         """Return both towers of an architecture with the plain ViT and the plain text transformer."""
-        vision, text = self.vision.plain, self.text.plain
+        vision = self.vision.plain
+        text = self.text.plain
         assert vision is not None and text is not None
         return vision, text
 
-    def resized(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
+    def replace_size(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
         """Return the architecture for another image size or context length; 0 keeps the current one."""
-        vision = self.vision.resized(image_size) if image_size else self.vision
-        text = self.text.resized(context_length) if context_length else self.text
+        vision = self.vision.replace_size(image_size) if image_size else self.vision
+        text = self.text.replace_size(context_length) if context_length else self.text
         return replace(self, vision=vision, text=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """A model's low-rank adapters, see ``clipkit.model.lora``.
+
+    Attributes:
+        rank: r.
+        alpha: s · r.
+        image, text: whether the tower has adapters.
+        source, hash: the model that they adapt, and its ``model_hash``.
+    """
+
+    rank: int
+    alpha: float
+    image: bool
+    text: bool
+    source: str
+    hash: str
 
 
 Kind = TypeVar("Kind", bound=TowerArchitecture)
 
 
-def selected(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Kind], str] | None:
+def select_tower(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Kind], str] | None:
     """Find the kind of tower selected by ``model.image`` or ``model.text``, and the value after its prefix."""
     for kind in kinds.values():
         prefix, colon, _ = kind.setting.partition(":")
@@ -908,7 +904,7 @@ def selected(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Kind],
     return None
 
 
-def _check_number(name: str, value: object, most: int) -> None:
+def _check_integer(name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ConfigError(f"{name} = {value!r} is not an integer from 1 to {most}")
 
@@ -923,7 +919,6 @@ def _vit(
     quick_gelu: bool = False,
     small_data: bool = False,
 ) -> Architecture:
-    """Build an architecture; towers are given as (width, layers, heads)."""
     width, layers, heads = image
     return Architecture(
         embed_dim=embed_dim,
@@ -936,8 +931,13 @@ def _vit(
     )
 
 
-_BASE, _LARGE, _HUGE = (768, 12, 12), (1024, 24, 16), (1280, 32, 16)  # image towers
-_TEXT_512, _TEXT_768, _TEXT_1024 = (512, 12, 8), (768, 12, 12), (1024, 24, 16)
+# towers as (width, layers, heads)
+_BASE = (768, 12, 12)
+_LARGE = (1024, 24, 16)
+_HUGE = (1280, 32, 16)
+_TEXT_512 = (512, 12, 8)
+_TEXT_768 = (768, 12, 12)
+_TEXT_1024 = (1024, 24, 16)
 
 # Published architectures (Radford et al. 2021, table 20; ViT-H-14 by LAION) under open_clip's names; OpenAI's
 # weights need QuickGELU. The last four are clipkit's, for small data and CPUs.
@@ -959,7 +959,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def named(name: str, *, called: str = "model.name") -> Architecture:
+def get_architecture(name: str, *, called: str = "model.name") -> Architecture:
     """Return an architecture of ``ARCHITECTURES``; the suffix ``-quickgelu`` selects any of them with QuickGELU.
 
     Args:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP
 
-_replaced = threading.Lock()  # held while torch's function is replaced, in all threads
+_attention_lock = threading.Lock()  # held while torch's function is replaced, in all threads
 
 
 def attention_blocks(model: CLIP) -> list[nn.Module]:
@@ -28,19 +28,20 @@ def attention_blocks(model: CLIP) -> list[nn.Module]:
     Raises:
         ConfigError: the image tower has none.
     """
-    found: list[nn.Module] = []
-    for module in model.visual.modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > len(found):
-            kinds = {type(one) for one in module}
-            if len(kinds) == 1 and all(isinstance(getattr(one, "attn", None), nn.Module) for one in module):
-                found = list(module)
-    if not found:
+    blocks: list[nn.Module] = []
+    for modules in model.visual.modules():
+        if not isinstance(modules, nn.ModuleList | nn.Sequential) or len(modules) <= len(blocks):
+            continue
+        have_attention = all(isinstance(getattr(module, "attn", None), nn.Module) for module in modules)
+        if have_attention and len(set(map(type, modules))) == 1:
+            blocks = list(modules)
+    if not blocks:
         if next(model.visual.parameters(), None) is None:
             raise ConfigError("an ONNX export cannot be explained: use the model that it was made from")
         raise ConfigError(
             f"{model.name or 'the model'} has no ViT as its image tower, so there are no attention maps"
         )
-    return found
+    return blocks
 
 
 def patch_grid(tokens: int) -> tuple[int, int]:
@@ -69,7 +70,9 @@ def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> 
         use: a function of the number of the block and its weights (B, H, N, N), after the softmax; if it returns
             weights, these are used instead.
     """
-    blocks, here, at = attention_blocks(model), threading.get_ident(), [-1]
+    blocks = attention_blocks(model)
+    thread = threading.get_ident()
+    running: int | None = None  # the block
 
     def attend(
         q: Tensor,
@@ -81,38 +84,37 @@ def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> 
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        if at[0] < 0 or threading.get_ident() != here or is_causal or dropout_p or enable_gqa:
+        if running is None or threading.get_ident() != thread or is_causal or dropout_p or enable_gqa:
             return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if attn_mask is not None:
-            logits = (
-                logits.masked_fill(~attn_mask, -math.inf)
-                if attn_mask.dtype == torch.bool
-                else logits + attn_mask
-            )
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            logits = logits.masked_fill(~attn_mask, -math.inf)
+        elif attn_mask is not None:
+            logits = logits + attn_mask
         weights = logits.softmax(dim=-1)
-        if (other := use(at[0], weights)) is not None:
-            weights = other
-        return weights @ v
+        replacement = use(running, weights)
+        return (weights if replacement is None else replacement) @ v
 
     with ExitStack() as after:
-        after.enter_context(_replaced)
+        after.enter_context(_attention_lock)
         plain: Callable[..., Tensor] = F.scaled_dot_product_attention
         fast = torch.backends.mha.get_fastpath_enabled()
         after.callback(setattr, F, "scaled_dot_product_attention", plain)
         after.callback(torch.backends.mha.set_fastpath_enabled, fast)
         setattr(F, "scaled_dot_product_attention", attend)  # noqa: B010
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which calls no function
-        for number, block in enumerate(blocks):
+        for i, block in enumerate(blocks):
 
-            def enter(*_: object, number: int = number) -> None:
-                at[0] = number
+            def enter_block(*_: object, i: int = i) -> None:
+                nonlocal running
+                running = i
 
-            def leave(*_: object) -> None:
-                at[0] = -1
+            def leave_block(*_: object) -> None:
+                nonlocal running
+                running = None
 
-            after.callback(block.register_forward_pre_hook(enter).remove)
-            after.callback(block.register_forward_hook(leave).remove)
+            after.callback(block.register_forward_pre_hook(enter_block).remove)
+            after.callback(block.register_forward_hook(leave_block).remove)
         yield
 
 
@@ -134,41 +136,42 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
     Raises:
         ConfigError: the image tower is not a ViT, or does not attend to all patches.
     """
-    blocks, weights = attention_blocks(model), list[Tensor]()
+    blocks = attention_blocks(model)
+    weights: list[Tensor] = []
 
-    def keep(number: int, found: Tensor) -> Tensor:
-        weights[:] = [found.detach().requires_grad_()]
+    def keep_weights(_: int, attention: Tensor) -> Tensor:
+        weights[:] = [attention.detach().requires_grad_()]
         return weights[0]
 
     total: Tensor | None = None
-    with _constant(model):
-        for block, (given, named) in zip(blocks, _inputs(model, blocks, images), strict=True):
+    with _lock_parameters(model):
+        for block, (arguments, options) in zip(blocks, _record_inputs(model, blocks, images), strict=True):
             with torch.enable_grad():
-                with attention_maps(model, keep):
-                    tokens = block(*given, **named)
+                with attention_maps(model, keep_weights):
+                    tokens = block(*arguments, **options)
                 if not weights or weights[0].shape[0] != len(images) or weights[0].shape[-2] < 2:
                     raise ConfigError(
                         f"{model.name or 'the model'} does not attend to all patches at once: no heatmaps"
                     )
-                with _reading(blocks, tokens):
+                with _replace_last_tokens(blocks, tokens):
                     features = F.normalize(encode_all_tokens(model, images), dim=-1)  # (B, O)
-                own = texts.to(features.dtype).expand(len(images), -1, -1)  # (B, T, O)
-                scores = torch.einsum("bo,bto->t", features, own)
-                gradients = [torch.autograd.grad(one, weights, retain_graph=True)[0] for one in scores]
-            found = torch.stack([one.clamp_(min=0).mean(dim=1).sum(dim=1) for one in gradients], dim=1)
-            if found.shape[0] != len(images):
+                by_image = texts.to(features.dtype).expand(len(images), -1, -1)  # (B, T, O)
+                scores = torch.einsum("bo,bto->t", features, by_image)
+                gradients = [torch.autograd.grad(score, weights, retain_graph=True)[0] for score in scores]
+            positive = [gradient.clamp_(min=0).mean(dim=1).sum(dim=1) for gradient in gradients]
+            heat = torch.stack(positive, dim=1).float()  # (B, T, N)
+            if heat.shape[0] != len(images):
                 raise ConfigError(f"{model.name or 'the model'} attends within windows: no heatmaps")
-            total = found.float() if total is None else total + found.float()  # (B, T, N)
+            total = heat if total is None else total + heat
     assert total is not None
     side, before = patch_grid(total.shape[-1])
-    heat: Tensor = total[..., before:].unflatten(-1, (side, side))
-    return heat
+    grid: Tensor = total[..., before:].unflatten(-1, (side, side))
+    return grid
 
 
 @contextmanager
-def _constant(model: CLIP) -> Iterator[None]:
-    """Disable gradients of the parameters."""
-    trained = [one for one in model.parameters() if one.requires_grad]
+def _lock_parameters(model: CLIP) -> Iterator[None]:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
@@ -179,17 +182,17 @@ def _constant(model: CLIP) -> Iterator[None]:
 
 
 @torch.no_grad()
-def _inputs(model: CLIP, blocks: list[nn.Module], images: Tensor) -> list[tuple[Any, Any]]:
-    """Return the arguments with which each block is called."""
-    found: list[tuple[Any, Any]] = []
+def _record_inputs(model: CLIP, blocks: list[nn.Module], images: Tensor) -> list[tuple[Any, Any]]:
+    """Return the positional and keyword arguments with which each block is called."""
+    inputs: list[tuple[Any, Any]] = []
     with ExitStack() as after:
         for block in blocks:
             hook = block.register_forward_pre_hook(
-                lambda _, given, named: found.append((given, named)), with_kwargs=True
+                lambda _, arguments, options: inputs.append((arguments, options)), with_kwargs=True
             )
             after.callback(hook.remove)
         encode_all_tokens(model, images)
-    return found
+    return inputs
 
 
 def encode_all_tokens(model: CLIP, images: Tensor) -> Tensor:
@@ -200,14 +203,14 @@ def encode_all_tokens(model: CLIP, images: Tensor) -> Tensor:
 
 
 @contextmanager
-def _reading(blocks: list[nn.Module], tokens: Tensor) -> Iterator[None]:
+def _replace_last_tokens(blocks: list[nn.Module], tokens: Tensor) -> Iterator[None]:
     """Replace the tokens after the last block, and compute no block."""
-    kept = [block.forward for block in blocks]
+    forwards = [block.forward for block in blocks]
     for block in blocks[:-1]:
         block.forward = lambda x, *_, **__: x
     blocks[-1].forward = lambda *_, **__: tokens
     try:
         yield
     finally:
-        for block, forward in zip(blocks, kept, strict=True):
+        for block, forward in zip(blocks, forwards, strict=True):
             block.forward = forward

@@ -15,30 +15,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import Architecture, Decoder
+from clipkit.model.architectures import Adapters, Architecture, Decoder
 from clipkit.model.decoder import CaptionDecoder, TextInput
-from clipkit.model.lora import Adapters
 from clipkit.model.masked import MaskedPatchHead
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer
 from clipkit.model.towers import (
     Cached,
     Packed,
     Padded,
+    Rows,
     Transformer,
     VisionTransformer,
     at_least_float32,
     attention_by_length,
     attention_varlen,
+    normalize_halves,
     pack,
-    unit_halves,
-    varlen_runs,
+    reset_layers,
+    supports_varlen,
 )
 
-MAX_LOGIT_SCALE = 100.0  # published limit of exp(t)
-Head = TypeVar("Head", bound=nn.Module)
-Kind = TypeVar("Kind")
+Head = TypeVar("Head", CaptionDecoder, MaskedPatchHead)
 _NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
 
 
@@ -69,8 +68,11 @@ class CLIP(nn.Module):
         tokenizer: Tokenizer | None = None,
     ) -> None:
         super().__init__()
-        self.architecture, self.name, self.origin, self.dim = shape, name, "", shape.embed_dim
-        self.preprocess = preprocess or _preprocess(shape)
+        self.architecture = shape
+        self.name = name
+        self.origin = ""
+        self.dim = shape.embed_dim
+        self.preprocess = preprocess or _default_preprocess(shape)
         if self.preprocess.channels != shape.vision.channels:
             raise ConfigError(
                 f"mean and std are of {self.preprocess.channels} channels, and the image tower of "
@@ -80,7 +82,8 @@ class CLIP(nn.Module):
         self.visual = shape.vision.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text: nn.Module | None = None
         self.adapters: Adapters | None = None
-        if (text := shape.text.plain) is not None:
+        text = shape.text.plain
+        if text is not None:
             self.transformer = Transformer(
                 text.width, text.layers, text.heads, mlp_ratio=text.mlp_ratio, quick_gelu=shape.quick_gelu
             )
@@ -92,8 +95,12 @@ class CLIP(nn.Module):
             self.text_projection = nn.Parameter(torch.empty(text.width, shape.embed_dim))
         else:
             self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
-        self.text_decoder = None if shape.decoder is None else _decoder(shape, shape.decoder)
-        self.masked_head = None if shape.masked is None else _masked_head(shape, shape.masked)
+        self.text_decoder = None
+        if shape.decoder is not None:
+            self.text_decoder = _build_decoder(shape, shape.decoder)
+        self.masked_head = None
+        if shape.masked is not None:
+            self.masked_head = _build_masked_head(shape, shape.masked)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
         for constant in ("_mean", "_std"):
@@ -108,12 +115,13 @@ class CLIP(nn.Module):
     @property
     def transformers(self) -> dict[str, Transformer]:
         """Transformers of clipkit in the towers "image" and "text"."""
-        own: dict[str, Transformer] = {}
-        if isinstance(transformer := getattr(self.visual, "transformer", None), Transformer):
-            own["image"] = transformer
+        by_tower: dict[str, Transformer] = {}
+        image = getattr(self.visual, "transformer", None)
+        if isinstance(image, Transformer):
+            by_tower["image"] = image
         if self.text is None:
-            own["text"] = self.transformer
-        return own
+            by_tower["text"] = self.transformer
+        return by_tower
 
     def forward(
         self,
@@ -121,7 +129,7 @@ class CLIP(nn.Module):
         tokens: Tensor,
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        with_tokens: bool = False,
+        return_tokens: bool = False,
         then: Callable[["CLIP", Tensor, Sequence[Tensor]], Tensor] | None = None,
     ) -> tuple[Tensor, ...]:
         """Encode pairs.
@@ -131,30 +139,31 @@ class CLIP(nn.Module):
             tokens: (B, L) int64 with L at most the context length; each row ends at its largest id (end of text).
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
-            with_tokens: whether to return the tokens that a decoder of captions reads.
+            return_tokens: whether to return the tokens that a decoder of captions reads.
             then: a function of the model, the images and these tokens, which may use all parameters of the model:
                 those of a sharded model are gathered only within ``forward``. Its result takes the tokens' place.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
-            With ``with_tokens`` the tokens of images (B, M, W) follow, and those of texts (B, L, D), for a decoder
-            that is fed by the text tower.
+            With ``return_tokens`` the tokens of images (B, M, W) follow, and for a decoder that is fed by the text
+            tower those of texts (B, L, D).
         """
         bias = () if self.logit_bias is None else (self.logit_bias,)
-        decoder, kept = self.architecture.decoder, []
-        if with_tokens:
+        decoder = self.architecture.decoder
+        decoder_tokens = []
+        if return_tokens:
             image, image_tokens = self.image_tokens(images, patches=patches)
-            kept.append(image_tokens)
+            decoder_tokens.append(image_tokens)
         else:
             image = self.encode_image(images, patches=patches)
-        if with_tokens and decoder is not None and decoder.feed == "text":
+        if return_tokens and decoder is not None and decoder.feed == "text":
             text, text_tokens = self.text_tokens(tokens, lengths=lengths)
-            kept.append(text_tokens)
+            decoder_tokens.append(text_tokens)
         else:
             text = self.encode_text(tokens, lengths=lengths)
         if then is not None:
-            kept = [then(self, images, kept)]
-        return image, text, self.logit_scale.exp(), *bias, *kept
+            decoder_tokens = [then(self, images, decoder_tokens)]
+        return image, text, self.logit_scale.exp(), *bias, *decoder_tokens
 
     def decoder_input(
         self,
@@ -189,16 +198,18 @@ class CLIP(nn.Module):
         """Encode images to unit-norm features (B, O) and the tokens that a decoder reads (B, M, W).
 
         These are the normalized tokens of the last block, the class token first, or those of the library's tower.
-        Arguments as for ``encode_image``; only for architectures whose ``vision.tokens`` is not None.
+        Arguments as for ``encode_image``; only for architectures whose ``vision.token_shape`` is not None.
         """
         if isinstance(self.visual, VisionTransformer):
             colors = self.colors if images.dtype == torch.uint8 else None
-            features, tokens = self.visual.with_tokens(images, patches, colors=colors)
+            features, tokens = self.visual.encode_with_tokens(images, patches, colors=colors)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
-            features, tokens = self.architecture.vision.with_tokens(self.visual, self._normalized(images))
-        return F.normalize(self._prefix(at_least_float32(features)), dim=-1), tokens
+            features, tokens = self.architecture.vision.encode_with_tokens(
+                self.visual, self._normalize_colors(images)
+            )
+        return self._finish_features(features), tokens
 
     def text_tokens(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
         """Encode texts to unit-norm features (B, O) and the tokens that a decoder reads (B, L, D).
@@ -208,21 +219,15 @@ class CLIP(nn.Module):
         """
         self._check_shape(tokens)
         if self.text is not None:
-            features, found = self.architecture.text.with_tokens(self.text, tokens)
-            return F.normalize(self._prefix(at_least_float32(features)), dim=-1), found
-        ends = tokens.argmax(dim=-1)
-        if (packed := self._packing(tokens, lengths)) is None:
-            x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]
-            found = self.ln_final(self.transformer.tokens(x, self._padded(tokens)))  # (B, L, D)
-        else:
-            x = self.token_embedding(tokens[packed.rows, packed.places])
-            x = x + F.embedding(packed.places, self.positional_embedding)
-            flat = self.ln_final(self.transformer.tokens(x, packed))  # (T, D)
-            found = flat.new_zeros(*tokens.shape, flat.shape[-1])
-            found = found.index_put((packed.rows, packed.places), flat)
-        read = found[torch.arange(len(tokens), device=tokens.device), ends]
-        features = at_least_float32(read @ self.text_projection)
-        return F.normalize(self._prefix(features), dim=-1), found
+            features, hidden = self.architecture.text.encode_with_tokens(self.text, tokens)
+            return self._finish_features(features), hidden
+        rows = self._lay_out_texts(tokens, lengths)
+        hidden = self.ln_final(self.transformer.compute_tokens(self._embed_texts(tokens, rows), rows))
+        if isinstance(rows, Packed):
+            padded = hidden.new_zeros(*tokens.shape, hidden.shape[-1])  # (B, L, D)
+            hidden = padded.index_put((rows.rows, rows.positions), hidden)
+        readout = hidden[torch.arange(len(tokens), device=tokens.device), tokens.argmax(dim=-1)]
+        return self._finish_features(readout @ self.text_projection), hidden
 
     def caption_nll(
         self, image_tokens: Tensor, captions: Tensor, *, lengths: Sequence[int] | None = None
@@ -249,7 +254,7 @@ class CLIP(nn.Module):
         Args:
             images: (B, C, S, S) uint8, or normalized float.
             normalize: whether to normalize features to unit norm.
-            patches: (B, K) int64, the patches of each image to compute, see ``kept_patches``; None for all.
+            patches: (B, K) int64, the patches of each image to compute, see ``draw_patches``; None for all.
 
         Raises:
             ConfigError: ``patches`` with an image tower that cannot skip patches.
@@ -260,9 +265,8 @@ class CLIP(nn.Module):
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
-            features = self.visual(self._normalized(images))
-        features = self._prefix(at_least_float32(features))
-        return F.normalize(features, dim=-1) if normalize else features
+            features = self.visual(self._normalize_colors(images))
+        return self._finish_features(features, normalize=normalize)
 
     def encode_text(
         self, tokens: Tensor, *, normalize: bool = True, lengths: Sequence[int] | None = None
@@ -285,32 +289,33 @@ class CLIP(nn.Module):
         if self.text is not None:
             features = self.text(tokens)
             if self.architecture.distilled:
-                features = unit_halves(features)
-        elif (packed := self._packing(tokens, lengths)) is None:
-            x = self.token_embedding(tokens) + self.positional_embedding[: tokens.shape[1]]  # (B, L, D)
-            features = self.ln_final(self.transformer(x, self._padded(tokens))) @ self.text_projection
-        else:
-            x = self.token_embedding(tokens[packed.rows, packed.places])  # (T, D)
-            x = x + F.embedding(packed.places, self.positional_embedding)
-            read = self.ln_final(self.transformer(x, packed))  # (B, D)
-            features = packed.in_order(read @ self.text_projection)
-        features = self._prefix(at_least_float32(features))
-        return F.normalize(features, dim=-1) if normalize else features
+                features = normalize_halves(features)
+            return self._finish_features(features, normalize=normalize)
+        rows = self._lay_out_texts(tokens, lengths)
+        readout = self.ln_final(self.transformer(self._embed_texts(tokens, rows), rows))  # (B, D)
+        features = readout @ self.text_projection
+        if isinstance(rows, Packed):
+            features = rows.restore_order(features)
+        return self._finish_features(features, normalize=normalize)
 
     @property
     def colors(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of images, (C, 1, 1) each."""
         return self.get_buffer("_mean"), self.get_buffer("_std")
 
-    def _normalized(self, images: Tensor) -> Tensor:
+    def _normalize_colors(self, images: Tensor) -> Tensor:
         """Normalize colors; the result has the layout in which convolutions are fastest."""
         if images.dtype != torch.uint8:
             return images.to(memory_format=torch.channels_last)
         mean, std = self.colors
         return images.to(mean.dtype, memory_format=torch.channels_last).div_(255).sub_(mean).div_(std)
 
-    def _prefix(self, features: Tensor) -> Tensor:
-        return features if self.dim == self.architecture.embed_dim else features[:, : self.dim]
+    def _finish_features(self, features: Tensor, *, normalize: bool = True) -> Tensor:
+        """Convert features to at least float32, keep the first ``dim`` elements, and scale them to unit norm."""
+        features = at_least_float32(features)
+        if self.dim != self.architecture.embed_dim:
+            features = features[:, : self.dim]
+        return F.normalize(features, dim=-1) if normalize else features
 
     def _check_shape(self, tokens: Tensor) -> None:
         length = self.architecture.text.context_length
@@ -320,26 +325,30 @@ class CLIP(nn.Module):
                 f"{tuple(tokens.shape)}: tokenize with model.tokenizer"
             )
 
-    def _padded(self, tokens: Tensor) -> Padded:
-        return Padded.texts(tokens, causal=self.architecture.text.is_causal)
+    def _embed_texts(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """Embed tokens (B, L) to (B, L, D), or packed to (T, D)."""
+        if isinstance(rows, Packed):
+            x: Tensor = self.token_embedding(tokens[rows.rows, rows.positions])
+            return x + F.embedding(rows.positions, self.positional_embedding)
+        x = self.token_embedding(tokens)
+        return x + self.positional_embedding[: tokens.shape[1]]
 
-    def _packing(self, tokens: Tensor, lengths: Sequence[int] | None) -> Packed | None:
-        """Pack a batch for the plain text transformer; None for a padded batch."""
-        on_cpu = tokens.device.type == "cpu"
-        if lengths is None:
-            if not on_cpu:
-                return None
+    def _lay_out_texts(self, tokens: Tensor, lengths: Sequence[int] | None) -> Rows:
+        """Pack the texts of a batch if their lengths are known, otherwise keep the padding."""
+        text = self.architecture.text
+        if lengths is None and tokens.device.type == "cpu":
             lengths = (tokens.argmax(dim=-1) + 1).tolist()
+        if lengths is None:
+            return Padded.from_texts(tokens, causal=text.is_causal)
         assert len(lengths) == len(tokens), (len(lengths), len(tokens))
         first = self.transformer.blocks[0]
-        width, heads = self.text_projection.shape[0], first.attn.heads
-        if varlen_runs(tokens.device, self.text_projection.dtype, head_width=width // heads):
+        head_width = self.text_projection.shape[0] // first.attn.heads
+        attention = attention_by_length
+        if supports_varlen(tokens.device, self.text_projection.dtype, head_width=head_width):
             attention = attention_varlen
         elif first.kernels is not None and first.training:
-            return None  # by length, each batch would compile its own lengths
-        else:
-            attention = attention_by_length
-        text = self.architecture.text
+            # by length, each batch would compile its own lengths
+            return Padded.from_texts(tokens, causal=text.is_causal)
         return pack(
             lengths,
             longest=text.context_length,
@@ -350,55 +359,42 @@ class CLIP(nn.Module):
 
     @torch.no_grad()
     def initialize(self) -> "CLIP":
-        """Draw fresh weights as OpenAI's implementation (D is a tower's width, N its number of layers).
+        """Draw fresh weights as OpenAI's implementation.
 
-        Towers of other libraries keep the weights drawn by those libraries.
-
-        ============================================  =========================================
-        class, distillation and position embeddings   normal, std D^-½
-        of the image tower, and its proj
-        patch convolution, image MLP                  uniform ± fan_in^-½; biases of the MLP too
-        image attention: in                           Xavier uniform
-        image attention: out                          uniform ± D^-½
-        token embedding                               normal, std 0.02
-        text position embedding                       normal, std 0.01
-        text attention: in                            normal, std D^-½
-        text attention: out, text MLP: out            normal, std D^-½ (2N)^-½
-        text MLP: in                                  normal, std (2D)^-½
-        text projection                               normal, std D^-½
-        attention biases                              0
-        text MLP biases                               uniform ± fan_in^-½
-        norms                                         weight 1, bias 0
-        rows of classes                               normal, std O^-½
-        t                                             ln(1 / 0.07); ln 10 with a bias
-        bias of SigLIP                                -10 (Zhai et al. 2023)
-        ============================================  =========================================
+        Layers without other values here and in ``initialize`` of the towers have torch's. The temperature starts at
+        ln(1 / 0.07), or with a bias at ln 10, and the bias at -10 (SigLIP, Zhai et al. 2023). Towers of other
+        libraries keep the weights drawn by those libraries.
 
         Architectures for small data (``Architecture.small_data``) draw the blocks of the image tower as those
         of the text tower, and position embeddings with std 0.8, as large as the contribution of a patch. With
         the published ones, a tenth of that, a short training sees a bag of patches: on 41,000 glyphs a 4-layer
         tower trained with labels reached 11% on held-out fonts instead of 27%.
         """
-        vision, text = self.architecture.vision, self.architecture.text
-        own_text = [self.transformer, self.ln_final] if self.text is None else [self.text]
-        for tower in [*([self.visual] if vision.own else []), *(own_text if text.own else [])]:
-            for module in tower.modules():
-                if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
-                    module.reset_parameters()
-        if vision.own:
+        vision = self.architecture.vision
+        text = self.architecture.text
+        native: list[nn.Module] = []
+        if vision.native:
+            native.append(self.visual)
+        if self.text is None:
+            native += [self.transformer, self.ln_final]
+        elif text.native:
+            native.append(self.text)
+        for tower in native:
+            reset_layers(tower)
+        if vision.native:
             vision.initialize(self.visual, small_data=self.architecture.small_data)
         if self.text is None:
             nn.init.normal_(self.token_embedding.weight, std=0.02)
             nn.init.normal_(self.positional_embedding, std=0.01)
             nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
             self.transformer.initialize()
-        elif text.own:
+        elif text.native:
             text.initialize(self.text, small_data=self.architecture.small_data)
         self.logit_scale.fill_(math.log(1 / 0.07))
         if self.logit_bias is not None:
             self.reset_bias()
         if self.text_decoder is not None:
-            _initialize_decoder(self.text_decoder)
+            self.text_decoder.initialize()
         if self.masked_head is not None:
             self.masked_head.initialize()
         return self
@@ -415,7 +411,7 @@ class CLIP(nn.Module):
         Raises:
             ConfigError: the tower encodes only RGB, or C is below 3.
         """
-        vision = self.architecture.vision.with_channels(channels)
+        vision = self.architecture.vision.replace_channels(channels)
         if channels < 3:
             raise ConfigError(f"pixels.channels = {channels}: weights of RGB images have three channels")
         visual = vision.build(self.architecture.embed_dim, quick_gelu=self.architecture.quick_gelu)
@@ -428,12 +424,14 @@ class CLIP(nn.Module):
                 raise ConfigError(
                     f"pixels.channels = {channels}: {vision.description} has no weights of three channels"
                 )
-            added = former.mean(dim=1, keepdim=True) if extend == "mean" else torch.zeros_like(former[:, :1])
+            added = former.mean(dim=1, keepdim=True)
+            if extend != "mean":
+                added = torch.zeros_like(added)
             weights[name] = torch.cat([former, added.expand(-1, channels - 3, *former.shape[2:])], dim=1)
         visual.load_state_dict(weights)
         self.visual = visual.train(self.training)
         self.architecture = replace(self.architecture, vision=vision)
-        self.preprocess = self.preprocess.with_channels(channels)
+        self.preprocess = self.preprocess.replace_channels(channels)
         for name in ("_mean", "_std"):
             self.register_buffer(name, torch.empty(channels, 1, 1), persistent=False)
         self.reset_constants()
@@ -445,7 +443,8 @@ class CLIP(nn.Module):
         Returns:
             False if it kept its weights, because it has no position embeddings and only its length is another.
         """
-        self.architecture, former = replace(self.architecture, decoder=decoder), self.text_decoder
+        former = self.text_decoder
+        self.architecture = replace(self.architecture, decoder=decoder)
         if (
             former is not None
             and decoder is not None
@@ -456,7 +455,7 @@ class CLIP(nn.Module):
             return False
         self.text_decoder = None
         if decoder is not None:
-            self.text_decoder = self._fresh(_decoder, decoder, _initialize_decoder, seed)
+            self.text_decoder = self._create_head(lambda: _build_decoder(self.architecture, decoder), seed)
         return True
 
     @torch.no_grad()
@@ -465,22 +464,16 @@ class CLIP(nn.Module):
         self.architecture = replace(self.architecture, masked=target)
         self.masked_head = None
         if target is not None:
-            self.masked_head = self._fresh(_masked_head, target, MaskedPatchHead.initialize, seed)
+            self.masked_head = self._create_head(lambda: _build_masked_head(self.architecture, target), seed)
 
-    def _fresh(
-        self,
-        make: Callable[[Architecture, Kind], Head],
-        kind: Kind,
-        initialize: Callable[[Head], None],
-        seed: int,
-    ) -> Head:
+    def _create_head(self, build_head: Callable[[], Head], seed: int) -> Head:
         with torch.device("meta"):
-            made = make(self.architecture, kind)
-        allocate(made, self.logit_scale.device)
+            head = build_head()
+        allocate(head, self.logit_scale.device)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            initialize(made)
-        return made
+            head.initialize()
+        return head
 
     @torch.no_grad()
     def reset_bias(self) -> None:
@@ -492,8 +485,9 @@ class CLIP(nn.Module):
         self.logit_bias.fill_(-10)
 
 
-def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
-    if (read := shape.vision.tokens(shape.embed_dim)) is None:
+def _build_decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
+    image_tokens = shape.vision.token_shape(shape.embed_dim)
+    if image_tokens is None:
         raise ConfigError("a decoder of captions needs a ViT of clipkit or open_clip as the image tower")
     if decoder.feed != "tokens" and decoder.width != shape.text.token_width:
         raise ConfigError(
@@ -508,21 +502,15 @@ def _decoder(shape: Architecture, decoder: Decoder) -> CaptionDecoder:
             f"a text tower of {shape.text.block_count} layers cannot attend to images in {decoder.layers} of them: "
             "they must be evenly spaced"
         )
-    return CaptionDecoder(decoder, image_width=read[1], quick_gelu=shape.quick_gelu)
+    return CaptionDecoder(decoder, image_width=image_tokens[1], quick_gelu=shape.quick_gelu)
 
 
-def _masked_head(shape: Architecture, target: str) -> MaskedPatchHead:
-    outputs, tokens = shape.vision.masked_outputs(target), shape.vision.tokens(shape.embed_dim)
+def _build_masked_head(shape: Architecture, target: str) -> MaskedPatchHead:
+    outputs = shape.vision.masked_outputs(target)
+    tokens = shape.vision.token_shape(shape.embed_dim)
     if not outputs or tokens is None:
         raise ConfigError("prediction of masked patches needs clipkit's ViT as the image tower")
     return MaskedPatchHead(target, width=tokens[1], outputs=outputs)
-
-
-def _initialize_decoder(decoder: CaptionDecoder) -> None:
-    for module in decoder.modules():
-        if isinstance(module, nn.LayerNorm | nn.Linear):
-            module.reset_parameters()
-    decoder.initialize()
 
 
 def create(shape: str | Architecture, *, name: str = "", seed: int | None = None) -> CLIP:
@@ -530,7 +518,7 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
 
     Args:
         shape: a name, such as "ViT-B-32" (a key of ``clipkit.model.ARCHITECTURES``) or "open_clip:RN50"; or an
-            architecture, see ``clipkit.architecture``.
+            architecture, see ``clipkit.create_architecture``.
         name: name of an architecture given as an object.
         seed: seed of the weights; None uses torch's global generator.
 
@@ -538,21 +526,21 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
         ConfigError: the name is unknown, or a required library is missing.
     """
     if isinstance(shape, str):
-        name, shape = shape, architecture(shape)
-    if seed is None:
-        return build(shape, name=name).initialize()
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
+        name = shape
+        shape = create_architecture(name)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)  # not torch.manual_seed: it reseeds the GPUs too
         return build(shape, name=name).initialize()
 
 
-def _preprocess(shape: Architecture) -> Preprocess:
+def _default_preprocess(shape: Architecture) -> Preprocess:
     vision = shape.vision
     rgb = Preprocess(image_size=vision.image_size)
     if vision.color_range is not None:
-        mean, std = ((one,) * 3 for one in vision.color_range)
-        rgb = replace(rgb, mean=mean, std=std)
-    return rgb.with_channels(vision.channels)
+        mean, std = vision.color_range
+        rgb = replace(rgb, mean=(mean,) * 3, std=(std,) * 3)
+    return rgb.replace_channels(vision.channels)
 
 
 def build(
@@ -567,7 +555,7 @@ def build(
     Raises:
         ConfigError: there is not enough memory.
     """
-    if not shape.is_own:
+    if not shape.is_native:
         return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     with torch.device("meta"):  # skips the initialization of layers
         model = CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
@@ -576,7 +564,7 @@ def build(
     except RuntimeError as error:  # torch has no class of its own for it
         if "allocate" not in str(error):
             raise
-        count = sum(one.numel() for one in model.parameters())
+        count = sum(parameter.numel() for parameter in model.parameters())
         raise ConfigError(
             f"not enough memory for a model of {count:,} parameters: choose smaller towers"
         ) from error
@@ -586,4 +574,4 @@ def build(
 
 def allocate(module: nn.Module, device: torch.device) -> None:
     """Move a module from the meta device without values, as ``to_empty``, which imports sympy (0.3 seconds)."""
-    module._apply(lambda one: torch.empty(one.shape, dtype=one.dtype, device=device))
+    module._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))

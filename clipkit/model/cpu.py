@@ -27,12 +27,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-Given = TypeVar("Given")
-Made = TypeVar("Made")
+Input = TypeVar("Input")
+Output = TypeVar("Output")
 
 _ROWS = 16  # with fewer, a product is bound by reading the weights
 _DTYPES = (torch.float32, torch.bfloat16)
-_MMAP_THRESHOLD, _TRIM_THRESHOLD, _MOST = -3, -1, 2**30  # of glibc's mallopt; bytes
+# options of glibc's mallopt, and their value in bytes
+_MMAP_THRESHOLD = -3
+_TRIM_THRESHOLD = -1
+_MOST_FREE = 2**30
 
 
 class PackedWeights:
@@ -47,19 +50,16 @@ class PackedWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        own = (
-            []
-            if any(isinstance(one, nn.MultiheadAttention) for one in model.modules())
-            else model.parameters()
-        )
-        usable = torch.backends.mkldnn.is_available()
-        self._storages = {
-            one.untyped_storage().data_ptr() for one in own if usable and one.device.type == "cpu"
-        }
+        self._storages: set[int] = set()
+        has_fast_path = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        if torch.backends.mkldnn.is_available() and not has_fast_path:
+            for parameter in model.parameters():
+                if parameter.device.type == "cpu":
+                    self._storages.add(parameter.untyped_storage().data_ptr())
         self._packed: dict[tuple[Any, ...], Tensor] = {}
         self._lock = threading.Lock()
 
-    def used(self) -> TorchFunctionMode:
+    def activate(self) -> TorchFunctionMode:
         """Return a context in which linear layers of this thread use the weights."""
         return _LinearLayers(self)
 
@@ -67,17 +67,19 @@ class PackedWeights:
         """Compute x (…, K), weight (N, K) and bias (N,) → (…, N); None if they do not apply."""
         autocast = torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu") if autocast else weight.dtype
-        known = weight.untyped_storage().data_ptr() in self._storages and weight.is_contiguous()
+        is_packable = weight.untyped_storage().data_ptr() in self._storages and weight.is_contiguous()
         fits = dtype in _DTYPES and (autocast or x.dtype == dtype) and x.numel() >= _ROWS * x.shape[-1]
-        if not (known and fits) or torch.is_grad_enabled():
+        if not (is_packable and fits) or torch.is_grad_enabled():
             return None
         key = (weight.data_ptr(), weight.shape, dtype)
-        if (packed := self._packed.get(key)) is None:
+        if key not in self._packed:
             with self._lock:
-                if (packed := self._packed.get(key)) is None:
+                if key not in self._packed:
                     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), None)
                     self._packed[key] = packed
-        bias = None if bias is None else bias.to(dtype)
+        if bias is not None:
+            bias = bias.to(dtype)
+        packed = self._packed[key]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, bias, "none", [], "")
         return out
 
@@ -98,44 +100,55 @@ class _LinearLayers(TorchFunctionMode):
     ) -> Any:
         if function is F.linear and not kwargs:
             x, weight, bias = args if len(args) == 3 else (*args, None)
-            if (out := self._weights.linear(x, weight, bias)) is not None:
+            out = self._weights.linear(x, weight, bias)
+            if out is not None:
                 return out
         return function(*args, **(kwargs or {}))
 
 
-def in_parallel(model: nn.Module, work: Callable[[Given], Made], batches: Iterable[Given]) -> Iterator[Made]:
+def run_parallel(
+    model: nn.Module, work: Callable[[Input], Output], batches: Iterable[Input]
+) -> Iterator[Output]:
     """Yield ``work(batch)`` of each batch in order; on a CPU, one batch per core at a time.
 
     If there are fewer batches than cores, or on other devices, the calling thread computes them. Autocast and
     gradient modes are those of the calling thread.
     """
-    lanes, batches = torch.get_num_threads(), iter(batches)
+    cores = torch.get_num_threads()
+    least = max(2, cores)
+    batches = iter(batches)
     on_cpu = next(model.parameters()).device.type == "cpu"
-    first = [*islice(batches, max(2, lanes) if on_cpu else 0)]
-    if len(first) < max(2, lanes):
+    first = list(islice(batches, least if on_cpu else 0))
+    if len(first) < least:
         yield from map(work, chain(first, batches))
         return
     weights = PackedWeights(model)
-    inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    autocast, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    inference = torch.is_inference_mode_enabled()
+    gradients = torch.is_grad_enabled() and not inference
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu")
 
-    def in_thread(batch: Given) -> Made:
-        modes = torch.inference_mode(inference), torch.set_grad_enabled(gradients and not inference)
-        with modes[0], modes[1], torch.autocast("cpu", dtype, enabled=autocast), weights.used():
+    def work_in_thread(batch: Input) -> Output:
+        with (
+            torch.inference_mode(inference),
+            torch.set_grad_enabled(gradients),
+            torch.autocast("cpu", dtype, enabled=autocast),
+            weights.activate(),
+        ):
             return work(batch)
 
-    computing: deque[Future[Made]] = deque()
-    with one_core_each(lanes) as pool:
+    computing: deque[Future[Output]] = deque()
+    with open_core_pool(cores) as pool:
         for batch in chain(first, batches):
-            computing.append(pool.submit(in_thread, batch))
-            if len(computing) > lanes:
+            computing.append(pool.submit(work_in_thread, batch))
+            if len(computing) > cores:
                 yield computing.popleft().result()
         while computing:
             yield computing.popleft().result()
 
 
 @contextmanager
-def one_core_each(workers: int) -> Iterator[ThreadPoolExecutor]:
+def open_core_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
     """Create a pool of threads in which torch uses one core each; by default, each would use all cores.
 
     Pending work is cancelled on exit.
@@ -157,4 +170,4 @@ def keep_memory() -> None:
     except (AttributeError, OSError, TypeError):  # another C library
         return
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
-        mallopt(option, _MOST)
+        mallopt(option, _MOST_FREE)

@@ -33,12 +33,12 @@ from clipkit.model.towers import (
     at_least_float32,
     copy_to_device,
     initialize_block,
+    reset_layers,
 )
 
 LOGITS = 1 << 24  # of the vocabulary in memory at a time
-ImageTokens = (
-    Tensor | tuple[Tensor, Tensor]
-)  # tokens of images (B, M, D), or their keys and values (B, M, H, E)
+# tokens of images (B, M, D), or their keys and values (B, M, H, E)
+ImageTokens = Tensor | tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,15 +78,17 @@ class CrossAttentionBlock(nn.Module):
         With the ``keys_values`` of images, x may have several rows for each of them, in their order.
         """
         if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(self.whole, x, image, use_reentrant=False, preserve_rng_state=False)
+            out: Tensor = checkpoint(
+                self.compute_block, x, image, use_reentrant=False, preserve_rng_state=False
+            )
             return out
-        return self.whole(x, image)
+        return self.compute_block(x, image)
 
-    def whole(self, x: Tensor, image: ImageTokens) -> Tensor:
+    def compute_block(self, x: Tensor, image: ImageTokens) -> Tensor:
         """Compute the block without recomputation."""
         k, v = self.keys_values(image) if isinstance(image, Tensor) else image
         queries = self.ln_1(x).reshape(len(k), -1, x.shape[-1])  # all rows of an image attend to it at once
-        x = x + self.attn.read_keys(k, v, queries, Padded()).view_as(x)
+        x = x + self.attn.attend_keys(k, v, queries, Padded()).view_as(x)
         return x if self.mlp is None else x + self.mlp(self.ln_2(x))
 
     def keys_values(self, image: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,14 +106,14 @@ class CaptionDecoder(Transformer):
     """
 
     def __init__(self, shape: Decoder, *, image_width: int, quick_gelu: bool) -> None:
-        width, shared = shape.width, shape.feed == "shared"
-        ratio = shape.mlp_ratio
-        super().__init__(
-            width, 0 if shared else shape.layers, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu
-        )
+        width = shape.width
+        shared = shape.feed == "shared"
+        layers = 0 if shared else shape.layers
+        super().__init__(width, layers, shape.heads, mlp_ratio=shape.mlp_ratio, quick_gelu=quick_gelu)
         self.shape = shape
+        ratio = 0 if shared else shape.mlp_ratio
         self.cross_attn = nn.ModuleList(
-            CrossAttentionBlock(width, shape.heads, mlp_ratio=0 if shared else ratio, quick_gelu=quick_gelu)
+            CrossAttentionBlock(width, shape.heads, mlp_ratio=ratio, quick_gelu=quick_gelu)
             for _ in range(shape.layers)
         )
         self.ln_final = None if shared else nn.LayerNorm(width)
@@ -130,7 +132,7 @@ class CaptionDecoder(Transformer):
         """The blocks of cross-attention in order."""
         return [block for block in self.cross_attn if isinstance(block, CrossAttentionBlock)]
 
-    def hidden(
+    def compute_hidden(
         self, image: Tensor, x: Tensor, parallel: Tensor | None = None, text: TextInput | None = None
     ) -> Tensor:
         """Compute inputs (B, L, D) to (B, L, D), of which ``text_projection`` makes logits of the next token.
@@ -141,30 +143,34 @@ class CaptionDecoder(Transformer):
             parallel: (B,) bool, rows without a causal mask.
             text: see ``CLIP.decoder_input``.
         """
-        length, mask = x.shape[1], None
+        length = x.shape[1]
+        mask = None
         if parallel is not None:
             causal = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
             mask = causal | parallel[:, None, None, None]  # (B, 1, L, L)
         rows = Padded(ends=torch.empty(0), mask=mask)
-        return self.through_blocks(x, repeat(rows), repeat(self.projected(image)), text)
+        return self.apply_blocks(x, repeat(rows), repeat(self.project_image(image)), text)
 
-    def projected(self, image: Tensor) -> Tensor:
+    def project_image(self, image: Tensor) -> Tensor:
         """Map the image's tokens to the decoder's width: (B, M, W) → (B, M, D)."""
         return image if self.image_projection is None else self.image_projection(image)
 
-    def through_blocks(
-        self, x: Tensor, rows: Iterable[Rows], image: Iterable[ImageTokens], text: TextInput | None = None
+    def apply_blocks(
+        self, x: Tensor, rows: Iterable[Rows], images: Iterable[ImageTokens], text: TextInput | None = None
     ) -> Tensor:
-        """Compute ``hidden``, given the layout for each block, and the image for each block of cross-attention."""
-        own = self.blocks, self.ln_final
-        blocks, norm = own if text is None or text.stack is None else text.stack
+        """Apply all blocks, given the layout for each, and the image for each block of cross-attention."""
+        blocks: list[ResidualAttentionBlock] = self.blocks
+        norm: nn.Module | None = self.ln_final
+        if text is not None and text.stack is not None:
+            blocks, norm = text.stack
         assert norm is not None
-        every, cross = len(blocks) // len(self.cross_attn), zip(self.cross_attn, image, strict=False)
-        for number, (block, layout) in enumerate(zip(blocks, rows, strict=False), 1):
+        spacing = len(blocks) // len(self.cross_attn)
+        cross_attention = zip(self.cross_attn, images, strict=False)
+        for count, (block, layout) in enumerate(zip(blocks, rows, strict=False), 1):
             x = block(x, layout)
-            if number % every == 0:
-                attend, image = next(cross)
-                x = attend(x, image)
+            if count % spacing == 0:
+                cross_block, image = next(cross_attention)
+                x = cross_block(x, image)
         out: Tensor = norm(x)
         return out
 
@@ -215,10 +221,13 @@ class CaptionDecoder(Transformer):
         """
         hidden, targets, rows = self._predict(image, captions, text, lengths, None)
         hidden = at_least_float32(hidden)
-        sums, tile = hidden.new_zeros(len(captions)), max(1, LOGITS // self.text_projection.shape[1])
-        for part, target, row in zip(*(one.split(tile) for one in (hidden, targets, rows)), strict=True):
-            logits = self.logits(part)  # F.cross_entropy would round more
-            sums.index_add_(0, row, logits.logsumexp(dim=1) - logits.gather(1, target[:, None])[:, 0])
+        sums = hidden.new_zeros(len(captions))
+        height = max(1, LOGITS // self.text_projection.shape[1])
+        for start in range(0, len(hidden), height):
+            tile = slice(start, start + height)
+            logits = self.logits(hidden[tile])  # F.cross_entropy would round more
+            losses = logits.logsumexp(dim=1) - logits.gather(1, targets[tile, None])[:, 0]
+            sums.index_add_(0, rows[tile], losses)
         return sums, rows.bincount(minlength=len(captions))
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -236,7 +245,8 @@ class CaptionDecoder(Transformer):
         parallel: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the N predictions of ``nll``: (N, D), their targets (N,) and captions (N,)."""
-        shape, device = self.shape, captions.device
+        shape = self.shape
+        device = captions.device
         count = min(shape.context_length, captions.shape[1] - 1)
         targets = captions[:, 1 : count + 1]  # (B, L)
         if text is not None:
@@ -245,7 +255,8 @@ class CaptionDecoder(Transformer):
             inputs = captions[:, :count]
             if shape.parallel:  # always as many, since parallel rows attend to all
                 count = shape.context_length
-                inputs, targets = (F.pad(one, (0, count - one.shape[1])) for one in (inputs, targets))
+                inputs = F.pad(inputs, (0, count - inputs.shape[1]))
+                targets = F.pad(targets, (0, count - targets.shape[1]))
                 if parallel is None:
                     parallel = torch.zeros(len(captions), dtype=torch.bool, device=device)
             x = self.embed(inputs, parallel)
@@ -253,13 +264,14 @@ class CaptionDecoder(Transformer):
         ends = captions.argmax(dim=-1).cpu().numpy() if lengths is None else np.array(lengths) - 1
         predicted = np.flatnonzero(np.arange(count) < ends[:, None])
         index = copy_to_device(torch.from_numpy(predicted), device)  # (N,)
-        hidden = self.hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
+        hidden = self.compute_hidden(image, x, parallel, text).flatten(0, 1)[index]  # (N, D)
         return hidden, targets.flatten()[index], index // count
 
     @torch.no_grad()
     def initialize(self) -> None:
         """Draw weights as the text tower's; the vocabulary's projection with std D^-½, [mask] with std 0.02."""
         width = self.shape.width
+        reset_layers(self)
         super().initialize()
         for block in self.cross_blocks:
             initialize_block(block.attn, block.mlp, layers=self.shape.layers)
@@ -295,33 +307,34 @@ def caption_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        wanted = ctx.needs_input_grad  # type: ignore[attr-defined]
+        needs_grad = ctx.needs_input_grad  # type: ignore[attr-defined]
         total = hidden.new_zeros(())
-        of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        of_weight = torch.zeros_like(weight) if wanted[1] else None
+        grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
+        grad_weight = torch.zeros_like(weight) if needs_grad[1] else None
         rows = max(1, LOGITS // weight.shape[1])
         for start in range(0, len(hidden), rows):
-            part, target = hidden[start : start + rows], targets[start : start + rows, None]
+            part = hidden[start : start + rows]
+            target = targets[start : start + rows, None]
             logits = part @ weight  # (rows, V)
             level = logits.logsumexp(dim=1, keepdim=True)
             total += (level - logits.gather(1, target)).sum()
-            if of_hidden is None and of_weight is None:
+            if grad_hidden is None and grad_weight is None:
                 continue
             gradient = logits.sub_(level).exp_()
             gradient.scatter_add_(1, target, gradient.new_full((), -1.0).expand_as(target))
-            if of_hidden is not None:
-                of_hidden[start : start + rows] = gradient @ weight.T
-            if of_weight is not None:
-                of_weight += part.T @ gradient
-        ctx.save_for_backward(of_hidden, of_weight)  # type: ignore[arg-type]  # torch allows None
+            if grad_hidden is not None:
+                grad_hidden[start : start + rows] = gradient @ weight.T
+            if grad_weight is not None:
+                grad_weight += part.T @ gradient
+        ctx.save_for_backward(grad_hidden, grad_weight)  # type: ignore[arg-type]  # torch allows None
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        of_hidden, of_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        return (
-            None if of_hidden is None else of_hidden * scale,
-            None if of_weight is None else of_weight * scale,
-            None,
-        )
+        grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * scale
+        if grad_weight is not None:
+            grad_weight = grad_weight * scale
+        return grad_hidden, grad_weight, None

@@ -14,7 +14,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.splitmix import MASK, mix
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import Cached, at_least_float32, widest_dtype
-from clipkit.model.zero_shot import evaluating
+from clipkit.model.zero_shot import evaluation_mode
 
 
 @torch.no_grad()
@@ -53,15 +53,17 @@ def generate_captions(
     start, end, most = check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
     if not len(pixels):
         return []
-    with evaluating(model):
+    with evaluation_mode(model):
         prefixes = Prefixes(model, model.image_tokens(pixels)[1])
         tokens = start.to(pixels.device).expand(len(pixels), -1)  # (B, L)
         if beams > 1:
-            found = _beam_search(prefixes, tokens, end=end, most=most, beams=beams)
+            sequences = _search_beams(prefixes, tokens, end=end, most=most, beams=beams)
         else:
-            keys = [mix((seed + mix(row)) & MASK) for row in (range(len(pixels)) if rows is None else rows)]
-            found = _sample(prefixes, tokens, end=end, most=most, top_p=top_p, keys=keys)
-    return [" ".join(model.tokenizer.decode(row[1:]).split()) for row in found]
+            if rows is None:
+                rows = range(len(pixels))
+            keys = [mix((seed + mix(row)) & MASK) for row in rows]
+            sequences = _sample_tokens(prefixes, tokens, end=end, most=most, top_p=top_p, keys=keys)
+    return [" ".join(model.tokenizer.decode(row[1:]).split()) for row in sequences]
 
 
 @torch.no_grad()
@@ -79,22 +81,26 @@ def caption_likelihoods(model: CLIP, image_tokens: Tensor, captions: Tensor) -> 
         DataError: the model's logits are not finite.
     """
     assert model.text_decoder is not None
-    prefixes, longest = Prefixes(model, image_tokens), model.text_decoder.shape.context_length
+    prefixes = Prefixes(model, image_tokens)
+    longest = model.text_decoder.shape.context_length
     captions = captions.to(image_tokens.device)
     images = torch.arange(len(image_tokens), device=captions.device)[:, None]  # (B, 1)
     counts = captions.argmax(dim=1).clamp(max=longest)  # (P,) predicted tokens
-    nodes, width = torch.zeros_like(counts), 1  # (P,) number of each caption's prefix, and of prefixes
+    width = 1  # number of distinct prefixes
+    nodes = torch.zeros_like(counts)  # (P,) index of each caption's prefix
     total = at_least_float32(image_tokens.new_zeros(len(image_tokens), len(captions)))
-    for place in range(int(counts.max())):
-        active = (counts > place).nonzero()[:, 0]
-        pairs = torch.stack([nodes[active], captions[active, place]])
+    for position in range(int(counts.max())):
+        active = (counts > position).nonzero()[:, 0]
+        pairs = torch.stack([nodes[active], captions[active, position]])
         (parents, tokens), nodes[active] = pairs.unique(dim=1, return_inverse=True)  # (K,) each
         rows = (images * width + parents).flatten()  # (BK,)
         width = len(tokens)
         logits = prefixes.extend(tokens.repeat(len(image_tokens))[:, None], rows)  # (BK, V)
         levels = logits.logsumexp(dim=1).view(-1, width)
-        found = logits.view(-1, width, logits.shape[1])[:, nodes[active], captions[active, place + 1]]
-        total[:, active] += found - levels[:, nodes[active]]
+        token_logits = logits.view(-1, width, logits.shape[1])[
+            :, nodes[active], captions[active, position + 1]
+        ]
+        total[:, active] += token_logits - levels[:, nodes[active]]
     return total
 
 
@@ -114,12 +120,14 @@ class Prefixes:
 
     def __init__(self, model: CLIP, image_tokens: Tensor) -> None:
         assert model.text_decoder is not None
-        self._model, self._decoder = model, model.text_decoder
-        image_tokens = self._decoder.projected(image_tokens)
+        self._model = model
+        self._decoder = model.text_decoder
+        image_tokens = self._decoder.project_image(image_tokens)
         self._images = [block.keys_values(image_tokens) for block in self._decoder.cross_blocks]
-        text = model.transformer.blocks if model.text is None else []
-        self._text = [Cached() for _ in text]  # of a text tower before the decoder
-        self._cached = [Cached() for _ in self._decoder.blocks or text]  # of the decoder
+        text_blocks = model.transformer.blocks if model.text is None else []
+        # of a text tower before the decoder
+        self._text = [Cached() for _ in text_blocks]
+        self._cached = [Cached() for _ in self._decoder.blocks or text_blocks]
         self.tokens = torch.empty(len(image_tokens), 0, dtype=torch.int64, device=image_tokens.device)
 
     def extend(self, tokens: Tensor, rows: Tensor | None = None) -> Tensor:
@@ -136,7 +144,8 @@ class Prefixes:
         Raises:
             DataError: they are not finite.
         """
-        first, before = self.tokens.shape[1], self.tokens
+        before = self.tokens
+        first = before.shape[1]
         if rows is not None:
             before = before[rows]
             for cached in (*self._cached, *self._text):
@@ -144,7 +153,7 @@ class Prefixes:
         self.tokens = torch.cat([before, tokens], dim=1)
         text = self._model.decoder_input(self.tokens, first=first, cached=self._text)
         x = self._decoder.embed(tokens, first=first) if text is None else text.x
-        hidden = self._decoder.through_blocks(x, self._cached, self._images, text)[:, -1]
+        hidden = self._decoder.apply_blocks(x, self._cached, self._images, text)[:, -1]
         logits = self._decoder.logits(hidden)
         if not logits.sum().isfinite():
             raise DataError("the model's logits of captions are not finite: its weights are damaged")
@@ -163,7 +172,8 @@ def check_generation(
     Raises:
         ConfigError, DataError: see ``generate_captions``.
     """
-    if (decoder := model.text_decoder) is None:
+    decoder = model.text_decoder
+    if decoder is None:
         raise ConfigError("the model cannot describe images: it was trained without caption.weight")
     if beams < 1 or length < 0:
         raise ConfigError(f"beams = {beams} or length = {length} is invalid: expected at least 1 and 0")
@@ -172,58 +182,54 @@ def check_generation(
     if top_p and beams > 1:
         raise ConfigError("top_p (--top-p) cannot be combined with beams (--beams)")
     # long enough for all of its tokens, of which there are at most as many as bytes
-    row = model.tokenizer.of_length(len(prefix.encode()) + 8)([prefix])[0]
-    place = int(row.argmax())
+    row = model.tokenizer.replace_length(len(prefix.encode()) + 8)([prefix])[0]
+    end = int(row.argmax())
     longest = decoder.shape.context_length
     most = min(length or longest, longest)
-    if (row[1:place] == row[0]).any() or (row[place + 1 :] != row[-1]).any():  # the rest is padding
+    if (row[1:end] == row[0]).any() or (row[end + 1 :] != row[-1]).any():  # the rest is padding
         raise DataError(f"the prefix {prefix[:40]!r} contains the start or the end of a text: leave it out")
-    if place > most:  # the prefix and the end
-        raise DataError(f"the prefix has {place - 1} tokens, but captions have at most {most} with the end")
-    return row[None, :place], int(row[place]), most
+    if end > most:  # the prefix and the end
+        raise DataError(f"the prefix has {end - 1} tokens, but captions have at most {most} with the end")
+    return row[None, :end], int(row[end]), most
 
 
-def _sample(
+def _sample_tokens(
     prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, top_p: float, keys: Sequence[int]
 ) -> list[list[int]]:
     """Extend each row (B, L) by one token at a time until all have ended; return the rows without the end."""
     running = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
-    for place in range(tokens.shape[1], most + 1):
+    for position in range(tokens.shape[1], most + 1):
         scores = prefixes.extend(tokens)  # (B, V)
         if top_p:
-            uniform = torch.tensor([(mix((key + place) & MASK) >> 11) * 2.0**-53 for key in keys])
-            chosen = _nucleus(scores, uniform.to(scores.device, torch.float32), top_p)
+            uniform = torch.tensor([(mix((key + position) & MASK) >> 11) * 2.0**-53 for key in keys])
+            chosen = _draw_from_nucleus(scores, uniform.to(scores.device, torch.float32), top_p)
         else:
             chosen = scores.argmax(dim=-1)
         tokens = torch.where(running, chosen, end)[:, None]
         running &= chosen != end
         if not running.any():
             break
-    return [_before(row, end) for row in torch.cat([prefixes.tokens, tokens], dim=1).tolist()]
+    rows: list[list[int]] = torch.cat([prefixes.tokens, tokens], dim=1).tolist()
+    return [row[: row.index(end)] if end in row else row for row in rows]
 
 
-def _nucleus(logits: Tensor, uniform: Tensor, top_p: float) -> Tensor:
+def _draw_from_nucleus(logits: Tensor, uniform: Tensor, top_p: float) -> Tensor:
     """Draw one of the most probable tokens of each row, (B, V) and (B,) in 0 … 1 → (B,)."""
     values, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     sums = values.cumsum(dim=-1)
-    kept = values * (sums - values < top_p)  # the first is always kept
-    sums = kept.cumsum(dim=-1)
-    place = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)
-    place = place.minimum((kept > 0).sum(dim=-1, keepdim=True) - 1)
-    return order.gather(1, place)[:, 0]
+    nucleus = values * (sums - values < top_p)  # the first is always kept
+    sums = nucleus.cumsum(dim=-1)
+    index = torch.searchsorted(sums, (uniform * sums[:, -1])[:, None], right=True)
+    index = index.minimum((nucleus > 0).sum(dim=-1, keepdim=True) - 1)
+    return order.gather(1, index)[:, 0]
 
 
-def _before(row: list[int], end: int) -> list[int]:
-    return row[: row.index(end)] if end in row else row
-
-
-def _beam_search(prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, beams: int) -> list[list[int]]:
+def _search_beams(prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, beams: int) -> list[list[int]]:
     """Keep the most probable unfinished hypotheses of each image, until none can exceed the best finished one."""
     count, first = tokens.shape
     longest = most - first + 1
-    best: list[tuple[float, list[int]]] = [
-        (-math.inf, [])
-    ] * count  # finished ones: mean of log p, and tokens
+    # the best finished hypothesis of each image: mean of log p, and tokens
+    best: list[tuple[float, list[int]]] = [(-math.inf, [])] * count
     wide = widest_dtype(tokens.device)
     sums = torch.zeros(count, 1, dtype=wide, device=tokens.device)  # (B, K) of log p
     rows: Tensor | None = None
@@ -232,24 +238,25 @@ def _beam_search(prefixes: Prefixes, tokens: Tensor, *, end: int, most: int, bea
         width = sums.shape[1]
         sums = sums - logits.logsumexp(dim=-1).to(wide).view(count, width)
         ended = sums + logits[:, end].view(count, width)
-        for number, (value, beam) in enumerate(zip(*map(Tensor.tolist, ended.max(dim=1)), strict=True)):
-            if value / generated > best[number][0]:
-                best[number] = value / generated, prefixes.tokens[number * width + beam].tolist()
+        values, winners = ended.max(dim=1)  # (B,) each
+        for i, (value, beam) in enumerate(zip(values.tolist(), winners.tolist(), strict=True)):
+            if value / generated > best[i][0]:
+                best[i] = value / generated, prefixes.tokens[i * width + beam].tolist()
         logits[:, end] = -math.inf
         values, words = logits.topk(min(beams, logits.shape[1]), dim=-1)  # (BK, K')
         scores = (sums.view(-1, 1) + values).view(count, -1)
-        sums, places = scores.topk(min(beams, scores.shape[1]), dim=-1)  # (B, K)
-        tokens = words.view(count, -1).gather(1, places).view(-1, 1)
-        starts = torch.arange(0, count * width, width, device=places.device)[:, None]
-        rows = (starts + places.div(values.shape[1], rounding_mode="floor")).flatten()
+        sums, indices = scores.topk(min(beams, scores.shape[1]), dim=-1)  # (B, K)
+        tokens = words.view(count, -1).gather(1, indices).view(-1, 1)
+        starts = torch.arange(0, count * width, width, device=indices.device)[:, None]
+        rows = (starts + indices.div(values.shape[1], rounding_mode="floor")).flatten()
         # log-likelihoods only fall, and are divided by at most the maximum length
         bounds = (sums[:, 0] / longest).tolist()
         if all(score >= bound for (score, _), bound in zip(best, bounds, strict=True)):
             break
     else:
         assert rows is not None
-        for number, value in enumerate(bounds):  # without an end
-            if value > best[number][0]:
-                row = number * sums.shape[1]
-                best[number] = value, [*prefixes.tokens[rows[row]].tolist(), int(tokens[row])]
-    return [own for _, own in best]
+        for i, value in enumerate(bounds):  # without an end
+            if value > best[i][0]:
+                row = i * sums.shape[1]
+                best[i] = value, [*prefixes.tokens[rows[row]].tolist(), int(tokens[row])]
+    return [sequence for _, sequence in best]

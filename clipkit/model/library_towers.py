@@ -30,7 +30,9 @@ _FIXED_OPTIONS = {
     "cache_dir", "checkpoint_path", "exportable", "features_only", "img_size", "in_chans", "num_classes",
     "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable",
 }  # fmt: skip
-_LARGEST, _MOST_VALUES = 100_000, 64
+# of values of these arguments
+_LARGEST = 100_000
+_MOST_VALUES = 64
 _TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}  # settings that run no code
 # exceptions that libraries raise for invalid configurations
 _REFUSALS = (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError)
@@ -64,7 +66,8 @@ class OpenClipVision(ImageArchitecture):
 
     @property
     def position_values(self) -> int:
-        patch, width = (self.config.get(name) for name in ("patch_size", "width"))
+        patch = self.config.get("patch_size")
+        width = self.config.get("width")
         if isinstance(patch, int) and isinstance(width, int) and patch > 0:
             return (self.image_size // patch) ** 2 * width
         return 0
@@ -86,7 +89,8 @@ class OpenClipVision(ImageArchitecture):
                 visual.conv1 = nn.Conv2d(self.channels, first.out_channels, bias=False, **options)
             return visual
         # open_clip builds timm's towers for their default size, and some accept no other
-        trunk, size = visual.get_submodule("trunk"), (self.image_size, self.image_size)
+        trunk = visual.get_submodule("trunk")
+        size = (self.image_size, self.image_size)
         patches: Any = getattr(trunk, "patch_embed", None)
         resize: Any = getattr(trunk, "set_input_size", None)
         strict = getattr(patches, "strict_img_size", False) and getattr(patches, "img_size", None) != size
@@ -99,31 +103,34 @@ class OpenClipVision(ImageArchitecture):
                 ) from error
         return visual
 
-    def with_channels(self, channels: int) -> Self:
-        return super().with_channels(channels) if self.backbone else replace(self, channels=channels)
+    def replace_channels(self, channels: int) -> Self:
+        return super().replace_channels(channels) if self.backbone else replace(self, channels=channels)
 
-    def tokens(self, embed_dim: int) -> tuple[int, int] | None:
-        patch, layers = self.config.get("patch_size", 16), self.config.get("layers", 12)
+    def token_shape(self, embed_dim: int) -> tuple[int, int] | None:
+        patch = self.config.get("patch_size", 16)
+        layers = self.config.get("layers", 12)
         if self.backbone or not isinstance(patch, int) or not isinstance(layers, int):
             return None  # not a ViT of open_clip
         if self.config.get("attentional_pool") is True:
             return self.config.get("attn_pooler_queries", 256) - 1, embed_dim
         return (self.image_size // patch) ** 2, self.config.get("width", 768)
 
-    def with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
-        return _with_output_tokens(module, images)
+    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
+        return _call_with_output_tokens(module, images)
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         if self.backbone:
-            return _backbone_layers(module.get_submodule("trunk"))
-        return _RESNET if isinstance(self.config.get("layers"), list | tuple) else super().layer_of(module)
+            return _map_backbone_layers(module.get_submodule("trunk"))
+        return _RESNET if isinstance(self.config.get("layers"), list | tuple) else super().map_layers(module)
 
     def open_clip_config(self) -> dict[str, Any]:
         return {"image_size": self.image_size, **self.config}
 
     def timm_model(self) -> tuple[str, dict[str, Any]] | None:
+        if not self.backbone:
+            return None
         pool = self.config.get("timm_pool", "avg")
-        return (self.backbone, {"global_pool": pool} if pool else {}) if self.backbone else None
+        return self.backbone, {"global_pool": pool} if pool else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +153,18 @@ class TimmVision(ImageArchitecture):
             if key in _FIXED_OPTIONS:
                 raise ConfigError(f"image option {key!r} cannot be set")
             values = value if isinstance(value, list | tuple) else [value]
-            plain = all(one is None or isinstance(one, bool | int | float | str) for one in values)
-            large = any(isinstance(one, int | float) and not abs(one) <= _LARGEST for one in values)
-            if not plain or large or len(values) > _MOST_VALUES or any(len(str(one)) > 100 for one in values):
+            if len(values) > _MOST_VALUES or not all(map(_is_plain_option, values)):
                 raise ConfigError(
                     f"image option {key!r} must be a number of at most {_LARGEST:,}, a short string, or at most "
                     f"{_MOST_VALUES} of them"
                 )
 
-    def with_options(self, options: Mapping[str, Any]) -> Self:
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
         return replace(self, options=options)
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
-        return cls(image_size=_timm_size(value), name=value)
+        return cls(image_size=_get_timm_size(value), name=value)
 
     @property
     def description(self) -> str:
@@ -180,15 +185,15 @@ class TimmVision(ImageArchitecture):
         head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
         return nn.Sequential(OrderedDict(trunk=trunk, head=head))
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         return replace(self, channels=channels)
 
     @property
-    def published(self) -> str:
+    def hub_repository(self) -> str:
         import timm
 
-        known = timm.get_pretrained_cfg(self.name)
-        return (known and known.hf_hub_id) or ""
+        config = timm.get_pretrained_cfg(self.name)
+        return "" if config is None else config.hf_hub_id or ""
 
     def take_weights(
         self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
@@ -198,12 +203,13 @@ class TimmVision(ImageArchitecture):
         from clipkit.model.preprocess import INTERPOLATIONS
 
         _, options = self.timm_model()
-        known: Any = timm.get_pretrained_cfg(self.name)
-        heads = (known and known.classifier) or ()
-        left_out = tuple(f"{one}." for one in ([heads] if isinstance(heads, str) else heads))
-        own = {name: value for name, value in tensors.items() if not name.startswith(left_out)}
+        config: Any = timm.get_pretrained_cfg(self.name)
+        classifier = () if config is None else config.classifier or ()
+        heads = [classifier] if isinstance(classifier, str) else classifier
+        classifier_prefixes = tuple(f"{head}." for head in heads)
+        weights = {name: value for name, value in tensors.items() if not name.startswith(classifier_prefixes)}
         # as many classes as the overlay has, none: timm checks that the names are complete
-        overlay = {"state_dict": own, "num_classes": 0, "label_offset": 0}
+        overlay = {"state_dict": weights, "num_classes": 0, "label_offset": 0}
         try:
             trunk = timm.create_model(
                 self.name, pretrained=True, pretrained_cfg_overlay=overlay, num_classes=0, **options
@@ -212,16 +218,17 @@ class TimmVision(ImageArchitecture):
             cause = " ".join(str(error).split())[:200]
             raise CheckpointError(f"not the weights of timm's {self.name}: {cause}") from error
         module.get_submodule("trunk").load_state_dict(trunk.state_dict())
-        if known is None:
+        if config is None:
             return preprocess
-        named = known.interpolation if known.interpolation in INTERPOLATIONS else preprocess.interpolation
-        return replace(preprocess, mean=known.mean, std=known.std, interpolation=named)
+        if config.interpolation in INTERPOLATIONS:
+            preprocess = replace(preprocess, interpolation=config.interpolation)
+        return replace(preprocess, mean=config.mean, std=config.std)
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
-        return _backbone_layers(module.get_submodule("trunk"))
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+        return _map_backbone_layers(module.get_submodule("trunk"))
 
     def open_clip_config(self) -> dict[str, Any]:
-        if self.options or self.image_size != _timm_size(self.name):
+        if self.options or self.image_size != _get_timm_size(self.name):
             raise ConfigError(f"open_clip can build timm's {self.name} only with the default options")
         return {
             "image_size": self.image_size,
@@ -234,8 +241,8 @@ class TimmVision(ImageArchitecture):
     def timm_model(self) -> tuple[str, dict[str, Any]]:
         import timm
 
-        known = timm.get_pretrained_cfg(self.name)
-        fixed = known is not None and known.fixed_input_size  # others accept any size
+        config = timm.get_pretrained_cfg(self.name)
+        fixed = config is not None and config.fixed_input_size  # others accept any size
         sizes = {"img_size": self.image_size} if fixed else {}
         if self.channels != 3:
             sizes["in_chans"] = self.channels
@@ -264,11 +271,11 @@ class OpenClipText(TextArchitecture):
             options["tokenizer_mode"] = self.config["tokenizer_mode"]
         return {"source": source, "context_length": self.context_length, "options": options}
 
-    def with_tokenizer_in(self, folder: Path) -> Self:
-        source, mode, options = (
-            self.config.get(key) for key in ("hf_tokenizer_name", "tokenizer_mode", "tokenizer_kwargs")
-        )
-        if not isinstance(options or {}, dict) or (options or {}).keys() - _TOKENIZER_OPTIONS:
+    def use_tokenizer(self, folder: Path) -> Self:
+        source = self.config.get("hf_tokenizer_name")
+        mode = self.config.get("tokenizer_mode")
+        options = self.config.get("tokenizer_kwargs") or {}
+        if not isinstance(options, dict) or options.keys() - _TOKENIZER_OPTIONS:
             raise ConfigError(
                 f"tokenizer_kwargs = {options!r} may only have {', '.join(sorted(_TOKENIZER_OPTIONS))}"
             )
@@ -304,8 +311,8 @@ class OpenClipText(TextArchitecture):
             return False
         return bool(self.config.get("no_causal_mask")) or self.config.get("pool_type") == "last"
 
-    def with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
-        return _with_output_tokens(module, tokens)
+    def encode_with_tokens(self, module: "nn.Module", tokens: "Tensor") -> "tuple[Tensor, Tensor]":
+        return _call_with_output_tokens(module, tokens)
 
     def open_clip_config(self) -> dict[str, Any]:
         return {"context_length": self.context_length, **self.config}
@@ -331,9 +338,10 @@ class TransformersText(TextArchitecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in (("pooling", _POOLINGS.values()), ("projection", _PROJECTIONS)):
-            if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(str(value), known)}")
+        for name, allowed in (("pooling", _POOLINGS.values()), ("projection", _PROJECTIONS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"{name} = {value!r} is unknown: {nearest(str(value), allowed)}")
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -352,7 +360,7 @@ class TransformersText(TextArchitecture):
     def library_tokenizer(self) -> Mapping[str, Any]:
         return {"source": self.model, "context_length": self.context_length, "trim": True}
 
-    def with_tokenizer_in(self, folder: Path) -> Self:
+    def use_tokenizer(self, folder: Path) -> Self:
         return replace(self, model=str(folder)) if _holds_tokenizer(folder) else self
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
@@ -366,7 +374,7 @@ class TransformersText(TextArchitecture):
             model = AutoModel.from_config(config)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError) as error:
             raise ConfigError(f"transformers rejects the encoder of {self.model}: {error!r}") from error
-        width = _width(config)
+        width = _get_encoder_width(config)
         if self.projection == "none" and width != embed_dim:
             raise ConfigError(f"without a projection {self.model} has dimension {width}, not {embed_dim}")
         encoder = model.get_encoder() if config.is_encoder_decoder else model
@@ -379,15 +387,21 @@ class TransformersText(TextArchitecture):
             projection=self.projection,
         )
 
-    def layer_of(self, module: "nn.Module") -> Callable[[str], Layer] | None:
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _ENCODER
 
 
-def _with_output_tokens(tower: "nn.Module", given: "Tensor") -> "tuple[Tensor, Tensor]":
+def _is_plain_option(value: object) -> bool:
+    if isinstance(value, int | float):
+        return abs(value) <= _LARGEST
+    return value is None or (isinstance(value, str) and len(value) <= 100)
+
+
+def _call_with_output_tokens(tower: "nn.Module", inputs: "Tensor") -> "tuple[Tensor, Tensor]":
     """Call a transformer of open_clip, which returns its tokens too while ``output_tokens`` is set."""
     tower.output_tokens = True  # type: ignore[assignment]
     try:
-        features, tokens = tower(given)
+        features, tokens = tower(inputs)
     finally:
         tower.output_tokens = False  # type: ignore[assignment]
     return features, tokens
@@ -401,46 +415,50 @@ def _keep_layers(tower: "nn.Module") -> "nn.Module":
     return tower
 
 
-def _backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:
+def _map_backbone_layers(trunk: "nn.Module") -> Callable[[str], Layer] | None:
     """Map parameters to layers by the patterns that timm's backbone defines."""
     matcher: Any = getattr(trunk, "group_matcher", None)
     groups = matcher(coarse=False) if callable(matcher) else None
     if not isinstance(groups, dict):
         return None
-    patterns = [
-        (re.compile(pattern), number, suffix or ())
-        for number, given in enumerate(groups.values())
-        if given is not None
-        for pattern, suffix in ([(given, None)] if isinstance(given, str) else given)
-    ]
+    patterns: list[tuple[re.Pattern[str], int, tuple[int, ...]]] = []
+    for group, entry in enumerate(groups.values()):
+        if isinstance(entry, str):
+            entry = [(entry, None)]
+        for pattern, suffix in entry or ():
+            patterns.append((re.compile(pattern), group, suffix or ()))
 
-    def layer(name: str) -> Layer:
-        for pattern, group, suffix in patterns if name.startswith("trunk.") else ():
-            if match := pattern.match(name.removeprefix("trunk.")):
-                if group == 0:
-                    return STEM
-                if 99999 in suffix:  # timm's mark for the last block's layer, such as the last norm: our head
-                    return None
-                return (group, *(int(number) for number in match.groups() if number is not None), *suffix)
+    def find_layer(name: str) -> Layer:
+        if not name.startswith("trunk."):
+            return None
+        for pattern, group, suffix in patterns:
+            match = pattern.match(name.removeprefix("trunk."))
+            if match is None:
+                continue
+            if group == 0:
+                return STEM
+            if 99999 in suffix:  # timm's mark for the last block's layer, such as the last norm: our head
+                return None
+            return (group, *(int(digits) for digits in match.groups() if digits is not None), *suffix)
         return None
 
-    return layer
+    return find_layer
 
 
-def _check_timm(name: str, what: str = "timm has no model {0!r}") -> None:
+def _check_timm(name: str, message: str = "timm has no model {0!r}") -> None:
     import timm
 
     # a name with a schema would be fetched from the hub
     if not timm.is_model(name):
-        raise ConfigError(f"{what.format(name)}: {nearest(name, timm.list_models())}")
+        raise ConfigError(f"{message.format(name)}: {nearest(name, timm.list_models())}")
 
 
-def _timm_size(name: str) -> int:
+def _get_timm_size(name: str) -> int:
     import timm
 
     _check_timm(name, "model.image = 'timm:{0}' is unknown")
-    known = timm.get_pretrained_cfg(name)
-    return int(known.input_size[-1]) if known is not None else 224
+    config = timm.get_pretrained_cfg(name)
+    return 224 if config is None else int(config.input_size[-1])
 
 
 def _holds_tokenizer(folder: Path) -> bool:
@@ -459,7 +477,7 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
 
     with from_hub(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
-    _width(config)
+    _get_encoder_width(config)
     values = json.loads(config.to_json_string(use_diff=False))  # plain values, as they are stored
     return TransformersText(context_length=context_length, model=model, config=values)
 
@@ -487,8 +505,9 @@ def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:
     )
 
 
-def _width(config: Any) -> int:
+def _get_encoder_width(config: Any) -> int:
     for name in ("hidden_size", "d_model", "dim"):
-        if isinstance(width := getattr(config, name, None), int):
+        width = getattr(config, name, None)
+        if isinstance(width, int):
             return width
     raise ConfigError(f"the width of an encoder of kind {config.model_type!r} is unknown")

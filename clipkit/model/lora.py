@@ -5,52 +5,17 @@ parametrizations, so towers of any library compute with the sum, and W itself is
 adapter serves the queries, keys and values that share a matrix.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from clipkit.errors import ConfigError
-from clipkit.model.architectures import STEM, Architecture
+from clipkit.model.architectures import STEM, Adapters, TowerArchitecture
+from clipkit.model.clip import CLIP
 
 _PART = "parametrizations."
 _MATRICES = ("weight", "in_proj_weight")
 _HEADS = ("logit_", "masked_head.", "text_decoder.")  # trained whole
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adapters:
-    """A model's adapters.
-
-    Attributes:
-        rank: r.
-        alpha: s · r.
-        image, text: whether the tower has adapters.
-        source, hash: the model that they adapt, and its ``model_hash``.
-    """
-
-    rank: int
-    alpha: float
-    image: bool
-    text: bool
-    source: str
-    hash: str
-
-
-class AdaptableModel(Protocol):
-    """The part of CLIP's interface that adapters use. If ``text`` is None, the text tower is the model itself."""
-
-    architecture: Architecture
-    visual: nn.Module
-    text: nn.Module | None
-    adapters: Adapters | None
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
-    def modules(self) -> Iterator[nn.Module]: ...
-    def get_submodule(self, target: str) -> nn.Module: ...
 
 
 class LowRank(nn.Module):
@@ -67,7 +32,7 @@ class LowRank(nn.Module):
         return torch.addmm(weight, self.up, self.down, alpha=self.scale)
 
 
-def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) -> None:
+def add_adapters(model: CLIP, adapters: Adapters, *, seed: int = 0) -> None:
     """Add adapters to a model, in place, and lock everything else but the temperature and heads of local terms.
 
     Args:
@@ -78,7 +43,7 @@ def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) ->
     Raises:
         ConfigError: the rank exceeds that of every matrix, or a tower has no matrices to adapt.
     """
-    matrices = _matrices(model, adapters)
+    matrices = _find_matrices(model, adapters)
     greatest = max(min(getattr(module, name).shape) for module, name in matrices)
     if adapters.rank > greatest:
         raise ConfigError(f"lora.rank = {adapters.rank} exceeds the rank of the matrices, at most {greatest}")
@@ -89,15 +54,15 @@ def add_adapters(model: AdaptableModel, adapters: Adapters, *, seed: int = 0) ->
     for module, name in matrices:
         weight: Tensor = getattr(module, name)
         rows, columns = weight.shape
-        own = LowRank(rows, columns, adapters.rank, adapters.alpha / adapters.rank).to(weight.device)
+        adapter = LowRank(rows, columns, adapters.rank, adapters.alpha / adapters.rank).to(weight.device)
         if not weight.is_meta:
-            nn.init.zeros_(own.up)
-            nn.init.normal_(own.down, std=weight.shape[1] ** -0.5, generator=random)
-        parametrize.register_parametrization(module, name, own, unsafe=True)
+            nn.init.zeros_(adapter.up)
+            nn.init.normal_(adapter.down, std=weight.shape[1] ** -0.5, generator=random)
+        parametrize.register_parametrization(module, name, adapter, unsafe=True)
     model.adapters = adapters
 
 
-def merge_adapters(model: AdaptableModel) -> None:
+def merge_adapters(model: CLIP) -> None:
     """Make the sums the weights of the model, in place; without adapters it is unchanged."""
     for module in list(model.modules()):
         for name in list(getattr(module, "parametrizations", ())):
@@ -110,38 +75,40 @@ def is_adapter(name: str) -> bool:
     return _PART in name and not name.endswith(".original")
 
 
-def adapter_tensors(model: AdaptableModel, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def adapter_tensors(model: CLIP, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return those of a model's tensors that its base does not have: adapters, temperature, and heads of terms."""
     if model.adapters is None:
         return tensors
-    return {name: one for name, one in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
+    return {name: tensor for name, tensor in tensors.items() if is_adapter(name) or name.startswith(_HEADS)}
 
 
-def _matrices(model: AdaptableModel, adapters: Adapters) -> list[tuple[nn.Module, str]]:
-    """Return the modules and names of the matrices in the towers' blocks.
+def _find_matrices(model: CLIP, adapters: Adapters) -> list[tuple[nn.Module, str]]:
+    """Return the modules and names of the matrices in the towers' blocks."""
+    shape = model.architecture
+    matrices = []
+    if adapters.image:
+        matrices += _find_tower_matrices("image", model.visual, shape.vision)
+    if adapters.text and model.text is not None:
+        matrices += _find_tower_matrices("text", model.text, shape.text)
+    elif adapters.text:
+        matrices += _find_tower_matrices("text", model, shape.text, others=("visual.", *_HEADS))
+    return matrices
 
-    Raises:
-        ConfigError: the blocks of a library's tower are not recognized, or have no matrices.
-    """
-    assert isinstance(model, nn.Module)
-    shape, found = model.architecture, []
-    towers = (
-        ("image", adapters.image, shape.vision, model.visual),
-        ("text", adapters.text, shape.text, model if model.text is None else model.text),
-    )
-    for tower, wanted, kind, module in towers:
-        layer = kind.layer_of(module) if wanted else None
-        own = []
-        for name, parameter in module.named_parameters() if layer is not None else ():
-            if module is model and name.startswith(("visual.", *_HEADS)):
-                continue
-            path, _, last = name.rpartition(".")
-            assert layer is not None
-            if last in _MATRICES and parameter.ndim == 2 and layer(name) not in (None, STEM):
-                own.append((module.get_submodule(path), last))
-        if wanted and not own:
-            raise ConfigError(
-                f"lora.{tower} = True: the {tower} tower has no blocks with matrices: set it to false"
-            )
-        found += own
-    return found
+
+def _find_tower_matrices(
+    tower: str, module: nn.Module, kind: TowerArchitecture, *, others: tuple[str, ...] = ()
+) -> list[tuple[nn.Module, str]]:
+    """Return the matrices of a tower, except for parameters whose names start with ``others``."""
+    find_layer = kind.map_layers(module)
+    matrices = []
+    for name, parameter in module.named_parameters():
+        if find_layer is None or name.startswith(others) or find_layer(name) in (None, STEM):
+            continue
+        path, _, last = name.rpartition(".")
+        if last in _MATRICES and parameter.ndim == 2:
+            matrices.append((module.get_submodule(path), last))
+    if not matrices:
+        raise ConfigError(
+            f"lora.{tower} = True: the {tower} tower has no blocks with matrices: set it to false"
+        )
+    return matrices

@@ -33,8 +33,8 @@ from clipkit.model.architectures import (
     TextTower,
     VisionTower,
     WordTable,
-    named,
-    selected,
+    get_architecture,
+    select_tower,
 )
 from clipkit.model.library_towers import (
     OpenClipText,
@@ -64,7 +64,7 @@ TEXT_TOWERS: dict[str, type[TextArchitecture]] = {
 }
 
 # open_clip's fields that clipkit's towers support, with open_clip's defaults; and fields that must have the default
-_OWN_VISION: dict[str, Any] = {
+_VISION_SIZES: dict[str, Any] = {
     "layers": 12, "width": 768, "head_width": 64, "mlp_ratio": 4.0, "patch_size": 16, "image_size": 224,
 }  # fmt: skip
 _PLAIN_VISION: dict[str, Any] = {
@@ -74,7 +74,7 @@ _PLAIN_VISION: dict[str, Any] = {
     "scale_attn": False, "scale_fc": False, "timm_model_name": None,
 }  # fmt: skip
 _DECODER = {"context_length": 77, "width": 512, "heads": 8, "layers": 12}
-_OWN_TEXT: dict[str, Any] = {
+_TEXT_SIZES: dict[str, Any] = {
     "context_length": 77, "vocab_size": 49408, "width": 512, "heads": 8, "layers": 12, "mlp_ratio": 4.0,
 }  # fmt: skip
 _PLAIN_TEXT: dict[str, Any] = {
@@ -99,7 +99,7 @@ _TOP = {
 }  # fmt: skip
 
 
-def architecture(
+def create_architecture(
     name: str,
     *,
     image: str = "",
@@ -123,58 +123,65 @@ def architecture(
         ConfigError: a name is unknown, or its library or configuration is not available.
     """
     check_names(name, image, text, called="name")
-    shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else named(name)
-    if vision := selected(image, IMAGE_TOWERS):
-        tower = vision[0].from_setting(vision[1], embed_dim=shape.embed_dim)
-        shape = replace(shape, vision=tower.with_options(image_options or {}))
+    shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else get_architecture(name)
+    image_selection = select_tower(image, IMAGE_TOWERS)
+    if image_selection is not None:
+        image_kind, value = image_selection
+        vision = image_kind.from_setting(value, embed_dim=shape.embed_dim)
+        shape = replace(shape, vision=vision.replace_options(image_options or {}))
     elif image_options:
         raise ConfigError("image_options require model.image=timm:NAME or pixels:SIZE")
-    if words := selected(text, TEXT_TOWERS):
-        shape = replace(shape, text=words[0].from_setting(words[1], embed_dim=shape.embed_dim))
-    return shape.resized(image_size=image_size, context_length=context_length)
+    text_selection = select_tower(text, TEXT_TOWERS)
+    if text_selection is not None:
+        text_kind, value = text_selection
+        shape = replace(shape, text=text_kind.from_setting(value, embed_dim=shape.embed_dim))
+    return shape.replace_size(image_size=image_size, context_length=context_length)
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
     """Check names without loading a library.
 
     Args:
-        name: as for ``architecture``; likewise ``image`` and ``text``.
+        name: as for ``create_architecture``; likewise ``image`` and ``text``.
         called: name of the setting for the error message.
 
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
     """
-    known = config_files()
+    configs = config_files()
+    base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
     if name.startswith(OPEN_CLIP):
-        theirs = _listed(name.removeprefix(OPEN_CLIP))
-        if without_image_tower(theirs):
+        if without_image_tower(base):
             raise ConfigError(
                 f"{called} = {name!r} is not a CLIP architecture: open_clip's configuration has no image tower or "
                 "no text tower"
             )
-        if theirs not in known:
-            hint = nearest(name.removeprefix(OPEN_CLIP), known)
+        if base not in configs:
+            hint = nearest(name.removeprefix(OPEN_CLIP), configs)
             raise ConfigError(f"{called} = {name!r} is not an architecture of open_clip: {hint}")
-    elif _listed(name) in known and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
+    elif base in configs and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
         raise ConfigError(f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}")
     else:
-        named(name, called=called)
-    for what, given, kinds in (("image", image, IMAGE_TOWERS), ("text", text, TEXT_TOWERS)):
-        if given and selected(given, kinds) is None:
-            usage = [kind.setting for kind in kinds.values() if kind.setting]
-            listed = f"{', '.join(usage[:-1])}, or {usage[-1]}" if len(usage) > 1 else usage[0]
-            raise ConfigError(f"model.{what} = {given!r} is unknown: give {listed}")
+        get_architecture(name, called=called)
+    for tower, setting, kinds in (("image", image, IMAGE_TOWERS), ("text", text, TEXT_TOWERS)):
+        if setting and select_tower(setting, kinds) is None:
+            *usage, last = [kind.setting for kind in kinds.values() if kind.setting]
+            choices = f"{', '.join(usage)}, or {last}" if usage else last
+            raise ConfigError(f"model.{tower} = {setting!r} is unknown: give {choices}")
 
 
 def open_clip_config(name: str) -> dict[str, Any]:
     """Return open_clip's configuration of ``open_clip:NAME``."""
     name = name.removeprefix(OPEN_CLIP)
-    config = json.loads(config_files()[_listed(name)].read_text(encoding="utf-8"))
+    base = _remove_quickgelu(name)
+    config = json.loads(config_files()[base].read_text(encoding="utf-8"))
     assert isinstance(config, dict)
-    return config if name == _listed(name) else {**config, "quick_gelu": True}
+    if name != base:
+        config["quick_gelu"] = True
+    return config
 
 
-def _listed(name: str) -> str:
+def _remove_quickgelu(name: str) -> str:
     """Return open_clip's name of an architecture that may have the suffix for QuickGELU."""
     return name if name in config_files() else name.removesuffix(QUICKGELU)
 
@@ -187,15 +194,16 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
     Raises:
         ConfigError: a field is unknown, missing, or of the wrong type.
     """
-    if unknown := sorted(config.keys() - _TOP):
+    unknown = sorted(config.keys() - _TOP)
+    if unknown:
         raise ConfigError(f"the open_clip configuration has unknown fields: {', '.join(unknown)}")
     try:
-        vision = _current_fields(config, "vision_cfg", {*_OWN_VISION, *_PLAIN_VISION, *_IDLE_VISION})
-        text = _current_fields(config, "text_cfg", {*_OWN_TEXT, *_PLAIN_TEXT, *_IDLE_TEXT})
+        vision = _rename_fields(config, "vision_cfg", {*_VISION_SIZES, *_PLAIN_VISION, *_IDLE_VISION})
+        text = _rename_fields(config, "text_cfg", {*_TEXT_SIZES, *_PLAIN_TEXT, *_IDLE_TEXT})
         shape = Architecture(
             embed_dim=config["embed_dim"],
-            vision=_vision(vision),
-            text=_text(text),
+            vision=_convert_vision(vision),
+            text=_convert_text(text),
             quick_gelu=config.get("quick_gelu", False),
             logit_bias=config.get("init_logit_bias") is not None,
         )
@@ -204,7 +212,7 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
             return shape
         decoder = {**_DECODER, **{key: value for key, value in decoder.items() if key in _DECODER}}
         decoder["vocab_size"] = text.get("vocab_size", 49408)
-        _, width = shape.vision.tokens(shape.embed_dim) or (0, 0)
+        _, width = shape.vision.token_shape(shape.embed_dim) or (0, 0)
         if not width == shape.text.token_width == decoder["width"]:
             return shape
         return replace(shape, decoder=Decoder(feed="text", **decoder))
@@ -212,59 +220,58 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
         raise ConfigError(f"the open_clip configuration is not supported: {error!r}") from error
 
 
-def _current_fields(config: Mapping[str, Any], tower: str, known: set[str]) -> dict[str, Any]:
-    """Return the fields of a tower with open_clip's current names.
-
-    Raises:
-        ConfigError: a field is unknown, or has two names with different values.
-    """
+def _rename_fields(config: Mapping[str, Any], tower: str, allowed: set[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name, value in dict(config[tower]).items():
         if name in _REMOVED and value == _REMOVED[name]:
             continue
         current = _RENAMED.get(name, name)
-        if current not in known:
-            shown = f"{name[:80]!r} = {str(value)[:80]!r}"
-            raise ConfigError(f"{tower} has the unknown field {shown}: {nearest(name[:80], known)}")
+        if current not in allowed:
+            raise ConfigError(
+                f"{tower} has the unknown field {name[:80]!r} = {str(value)[:80]!r}: {nearest(name[:80], allowed)}"
+            )
         if fields.setdefault(current, value) != value:
             raise ConfigError(f"{tower} has two values of {current}: {fields[current]!r} and {value!r}")
     return fields
 
 
-def _vision(config: dict[str, Any]) -> ImageArchitecture:
+def _convert_vision(config: dict[str, Any]) -> ImageArchitecture:
     size = config.get("image_size", 224)
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
             raise ConfigError(f"image_size = {size} is not square")
         size = size[0]
-    is_plain = _is_plain(config, _OWN_VISION, _PLAIN_VISION, _IDLE_VISION)
+    is_plain = _is_plain(config, _VISION_SIZES, _PLAIN_VISION, _IDLE_VISION)
     if not is_plain or isinstance(config.get("layers"), list | tuple):
-        kept = {key: value for key, value in config.items() if key not in ("image_size", "output_tokens")}
-        return OpenClipVision(image_size=size, config={**kept, "timm_model_pretrained": False})
-    own = {**_OWN_VISION, **config, "image_size": size}
+        further = {key: value for key, value in config.items() if key not in ("image_size", "output_tokens")}
+        return OpenClipVision(image_size=size, config={**further, "timm_model_pretrained": False})
+    sizes = {**_VISION_SIZES, **config}
     return VisionTower(
         image_size=size,
-        patch_size=own["patch_size"],
-        width=own["width"],
-        layers=own["layers"],
-        heads=own["width"] // own["head_width"],
-        mlp_ratio=own["mlp_ratio"],
+        patch_size=sizes["patch_size"],
+        width=sizes["width"],
+        layers=sizes["layers"],
+        heads=sizes["width"] // sizes["head_width"],
+        mlp_ratio=sizes["mlp_ratio"],
     )
 
 
-def _text(config: dict[str, Any]) -> TextArchitecture:
+def _convert_text(config: dict[str, Any]) -> TextArchitecture:
     if config.get("hf_model_name"):
         return describe_open_clip_encoder(config)
-    if not _is_plain(config, _OWN_TEXT, _PLAIN_TEXT, _IDLE_TEXT):
-        kept = {key: value for key, value in config.items() if key not in ("context_length", "output_tokens")}
-        return OpenClipText(context_length=config.get("context_length", 77), config=kept)
-    return TextTower(**{key: config.get(key, default) for key, default in _OWN_TEXT.items()})
+    if not _is_plain(config, _TEXT_SIZES, _PLAIN_TEXT, _IDLE_TEXT):
+        further = {
+            key: value for key, value in config.items() if key not in ("context_length", "output_tokens")
+        }
+        return OpenClipText(context_length=config.get("context_length", 77), config=further)
+    return TextTower(**{key: config.get(key, default) for key, default in _TEXT_SIZES.items()})
 
 
 def _is_plain(
-    config: Mapping[str, Any], own: Mapping[str, Any], plain: Mapping[str, Any], idle: set[str]
+    config: Mapping[str, Any], supported: Mapping[str, Any], plain: Mapping[str, Any], idle: set[str]
 ) -> bool:
-    return all(key in own or key in idle or (key in plain and config[key] == plain[key]) for key in config)
+    further = config.keys() - supported.keys() - idle
+    return all(key in plain and config[key] == plain[key] for key in further)
 
 
 def to_open_clip(shape: Architecture) -> dict[str, Any]:
@@ -282,7 +289,8 @@ def to_open_clip(shape: Architecture) -> dict[str, Any]:
         config["quick_gelu"] = True
     if shape.logit_bias:
         config["init_logit_bias"] = 0.0
-    if (decoder := shape.decoder) is not None and decoder.feed == "text" and not shape.is_own:
+    decoder = shape.decoder
+    if decoder is not None and decoder.feed == "text" and not shape.is_native:
         config["multimodal_cfg"] = {name: getattr(decoder, name) for name in (*_DECODER, "vocab_size")}
         config["vision_cfg"] |= {"output_tokens": True}
         config["text_cfg"] |= {"output_tokens": True}

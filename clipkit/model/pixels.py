@@ -62,10 +62,11 @@ class PixelTransformer(nn.Module):
             elif name == "proj_colors.weight":
                 nn.init.zeros_(parameter)
             elif parameter.dim() > 1:
-                deep = (2 * layers) ** -0.5 if name.endswith((".out.weight", ".c_proj.weight")) else 1.0
-                nn.init.normal_(parameter, std=0.02 * deep)
+                adds_to_residual = name.endswith((".out.weight", ".c_proj.weight"))
+                scale = (2 * layers) ** -0.5 if adds_to_residual else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
 
-    def colors_of(self, images: Tensor) -> Tensor:
+    def quantize_colors(self, images: Tensor) -> Tensor:
         """Find the nearest color of the palette: float (B, 3, S, S) in [-1, 1], or uint8 → (B, P) int64."""
         if images.dtype == torch.uint8:
             images = images.float() / 127.5 - 1
@@ -76,7 +77,7 @@ class PixelTransformer(nn.Module):
             distances = palette.square().sum(dim=1) - 2 * pixels @ palette.T  # (B, P, C)
             return distances.argmin(dim=-1)
 
-    def outputs(self, colors: Tensor, chosen: Tensor | None = None) -> Tensor:
+    def compute_tokens(self, colors: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Compute normalized tokens (B, P, D) of colors (B, P).
 
         If causal, token p depends on the pixels before p. Otherwise it depends on all pixels except the ``chosen``
@@ -93,27 +94,27 @@ class PixelTransformer(nn.Module):
         normalized: Tensor = self.ln_post(x)
         return normalized
 
-    def with_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
+    def encode_with_tokens(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Compute features and tokens: images (B, 3, S, S) in [-1, 1] → (B, O), (B, P, D)."""
-        tokens = self.outputs(self.colors_of(images))
+        tokens = self.compute_tokens(self.quantize_colors(images))
         features = tokens.mean(dim=1)
         return features if self.proj is None else features @ self.proj, tokens
 
     def forward(self, images: Tensor) -> Tensor:
         """Compute features: images (B, 3, S, S) in [-1, 1] → (B, O)."""
-        return self.with_tokens(images)[0]
+        return self.encode_with_tokens(images)[0]
 
     def nll(self, images: Tensor, tokens: Tensor, chosen: Tensor | None = None) -> Tensor:
         """Sum −log p of all pixels given the previous ones, or of the ``chosen`` ones given the others: a scalar.
 
         Args:
-            images: (B, 3, S, S), see ``colors_of``.
+            images: (B, 3, S, S), see ``quantize_colors``.
             tokens: (B, P, D), those of the images; not used with ``chosen``.
             chosen: (B, K) int64; None if the tower is causal.
         """
-        colors = self.colors_of(images)
+        colors = self.quantize_colors(images)
         if chosen is not None:
-            tokens = self.outputs(colors, chosen)
+            tokens = self.compute_tokens(colors, chosen)
             tokens = tokens.gather(1, chosen[..., None].expand(-1, -1, tokens.shape[-1]))
             colors = colors.gather(1, chosen)
         logits = self.proj_colors(tokens).flatten(0, 1)  # (N, C)
@@ -121,7 +122,7 @@ class PixelTransformer(nn.Module):
             return F.cross_entropy(at_least_float32(logits), colors.flatten(), reduction="sum")
 
     @torch.no_grad()
-    def completed(
+    def complete_pixels(
         self,
         colors: Tensor,
         *,
@@ -131,11 +132,11 @@ class PixelTransformer(nn.Module):
     ) -> Tensor:
         """Sample the missing last pixels: (B, p) → (B, P) int64; only if causal. ``show`` gets how many."""
         first = colors.shape[1]
-        for place in range(first, len(self.positional_embedding)):
-            tokens = self.outputs(F.pad(colors, (0, 1)))[:, place]  # does not depend on the padding
+        for position in range(first, len(self.positional_embedding)):
+            tokens = self.compute_tokens(F.pad(colors, (0, 1)))[:, position]  # does not depend on the padding
             odds = (self.proj_colors(tokens).float() / temperature).softmax(dim=-1)
             colors = torch.cat([colors, odds.multinomial(1, generator=generator)], dim=1)
-            show(place + 1 - first)
+            show(position + 1 - first)
         return colors
 
 
@@ -163,12 +164,13 @@ class PixelAttention(nn.Module):
 
     def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.heads = heads
+        self.causal = causal
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, P, D / H)
-        found = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
-        mixed: Tensor = self.out(found.transpose(1, 2).flatten(2))
-        return mixed
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out

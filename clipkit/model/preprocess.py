@@ -36,11 +36,8 @@ OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 MAX_IMAGE_SIZE = 4096  # of a model's input
 INTERPOLATIONS = ("bicubic", "bilinear")
 _RESIZE_MODES = ("shortest", "longest", "squash")
-_NUMPY_FLOATS = (
-    torch.float16,
-    torch.float32,
-    torch.float64,
-)  # tensors of these become arrays of the same type
+# tensors of these become arrays of the same type
+_NUMPY_FLOATS = (torch.float16, torch.float32, torch.float64)
 _MAX_RESIZED = 2**24  # pixels; of larger images only the part that the crop keeps is resized
 
 ImageLike: TypeAlias = Union[
@@ -82,24 +79,23 @@ class Preprocess:
         def is_finite(values: tuple[float, ...]) -> bool:
             return len(values) == max(1, self.channels) and all(map(math.isfinite, values))
 
-        size, fill, ground = self.image_size, self.fill_color, self.background
-        for name, right, want in (
+        size = self.image_size
+        fill = self.fill_color
+        background = self.background
+        pixel_range = self.pixel_range
+        for name, is_valid, expected in (
             ("image_size", type(size) is int and 0 < size <= MAX_IMAGE_SIZE, f"from 1 to {MAX_IMAGE_SIZE}"),
             ("mean", is_finite(self.mean), "numbers, one for each channel"),
             ("std", is_finite(self.std) and min(self.std) > 0, "numbers above 0, as many as mean has"),
             ("interpolation", self.interpolation in INTERPOLATIONS, " or ".join(INTERPOLATIONS)),
             ("resize_mode", self.resize_mode in _RESIZE_MODES, " or ".join(_RESIZE_MODES)),
             ("fill_color", type(fill) is int and 0 <= fill <= 255, "from 0 to 255"),
-            ("background", ground is None or is_rgb(ground), "three whole numbers from 0 to 255"),
+            ("background", background is None or is_rgb(background), "three whole numbers from 0 to 255"),
             ("upright", type(self.upright) is bool, "true or false"),
-            (
-                "pixel_range",
-                self.pixel_range == "auto" or is_pixel_range(self.pixel_range),
-                "auto, dtype or LOW,HIGH",
-            ),
+            ("pixel_range", pixel_range == "auto" or is_pixel_range(pixel_range), "auto, dtype or LOW,HIGH"),
         ):
-            if not right:
-                raise ConfigError(f"{name} must be {want}, not {getattr(self, name)!r}")
+            if not is_valid:
+                raise ConfigError(f"{name} must be {expected}, not {getattr(self, name)!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain values, as stored with weights."""
@@ -123,7 +119,7 @@ class Preprocess:
             channels=self.channels,
         )
 
-    def with_decoding(
+    def replace_decoding(
         self,
         *,
         background: str | Color | None = None,
@@ -145,15 +141,18 @@ class Preprocess:
             changed = replace(changed, background=color_of(background))
         if pixel_range is not None:
             changed = replace(changed, pixel_range=parse_pixel_range(pixel_range))
-        return changed if upright is None else replace(changed, upright=upright)
+        if upright is not None:
+            changed = replace(changed, upright=upright)
+        return changed
 
-    def with_channels(self, channels: int) -> Self:
+    def replace_channels(self, channels: int) -> Self:
         """Return the preprocessing for more channels, which get the averages of all three, or for fewer."""
 
-        def extended(values: tuple[float, ...]) -> tuple[float, ...]:
-            return (*values, *(sum(values) / len(values),) * channels)[:channels]
+        def extend_channels(values: tuple[float, ...]) -> tuple[float, ...]:
+            average = sum(values) / len(values)
+            return (*values, *(average,) * channels)[:channels]
 
-        return replace(self, mean=extended(self.mean), std=extended(self.std))
+        return replace(self, mean=extend_channels(self.mean), std=extend_channels(self.std))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Preprocess":
@@ -166,22 +165,23 @@ class Preprocess:
             CheckpointError: a field is unknown, or its value is not supported.
         """
         try:
-            own = dict(values)
-            size = own["image_size"]
+            arguments = dict(values)
+            size = arguments["image_size"]
             if isinstance(size, list | tuple) and len(size) == 2:
                 if size[0] != size[1]:
                     raise ConfigError(f"image_size {size[0]} x {size[1]} is not square")
-                own["image_size"] = size[0]
-            for name in own.keys() & {"mean", "std"}:
-                one = own[name]
-                own[name] = (float(one),) * 3 if isinstance(one, int | float) else tuple(map(float, one))
-            if isinstance(own.get("background"), list):
-                own["background"] = tuple(own["background"])
-            if "pixel_range" in own:
-                own["pixel_range"] = parse_pixel_range(own["pixel_range"])
-            if own.get("interpolation") == "random":
-                own["interpolation"] = "bicubic"
-            return cls(**own)
+                arguments["image_size"] = size[0]
+            for name in arguments.keys() & {"mean", "std"}:
+                value = arguments[name]
+                numbers = (value,) * 3 if isinstance(value, int | float) else value
+                arguments[name] = tuple(map(float, numbers))
+            if isinstance(arguments.get("background"), list):
+                arguments["background"] = tuple(arguments["background"])
+            if "pixel_range" in arguments:
+                arguments["pixel_range"] = parse_pixel_range(arguments["pixel_range"])
+            if arguments.get("interpolation") == "random":
+                arguments["interpolation"] = "bicubic"
+            return cls(**arguments)
         except (ConfigError, KeyError, TypeError, ValueError, OverflowError) as error:
             cause = f"no {error}" if isinstance(error, KeyError) else error
             raise CheckpointError(f"the stored preprocessing is not supported: {cause}") from error
@@ -212,12 +212,12 @@ def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor
 
     try:
         with pillow_errors():
-            image, traits = load_image(_content(source, preprocess.channels), preprocess.decoding)
+            image, traits = load_image(_read_source(source, preprocess.channels), preprocess.decoding)
             if isinstance(image, np.ndarray):
                 channels = [Image.fromarray(channel) for channel in np.moveaxis(image, 2, 0)]
-                pixels = np.stack([np.asarray(_resized(channel, preprocess)) for channel in channels])
+                pixels = np.stack([np.asarray(_resize_image(channel, preprocess)) for channel in channels])
             else:
-                pixels = to_array(_resized(image, preprocess)).transpose(2, 0, 1)
+                pixels = to_array(_resize_image(image, preprocess)).transpose(2, 0, 1)
     except DataError as error:
         if isinstance(source, str | PathLike):
             raise type(error)(f"image {Path(source)}: {error}") from error
@@ -225,12 +225,12 @@ def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor
     return torch.from_numpy(pixels.copy()), traits  # (C, S, S)
 
 
-def batch_of(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
+def preprocess_images(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
     """Convert images to (N, 3, S, S) uint8, each by ``eval_pixels``."""
     return torch.stack([eval_pixels(image, preprocess) for image in images])
 
 
-def _content(source: ImageLike, channels: int) -> Union[bytes, Bands, "Image"]:
+def _read_source(source: ImageLike, channels: int) -> Union[bytes, Bands, "Image"]:
     """Read an image without decoding it: encoded bytes, values, or a PIL image."""
     from PIL import Image
 
@@ -278,42 +278,49 @@ def _content(source: ImageLike, channels: int) -> Union[bytes, Bands, "Image"]:
     return Bands(array)
 
 
-def _resized(image: "Image", preprocess: Preprocess) -> "Image":
+def _resize_image(image: "Image", preprocess: Preprocess) -> "Image":
     """Resize an image to S x S in its own mode, with open_clip's rounding."""
     from PIL import ImageOps
     from PIL.Image import Resampling
 
-    size, resample = preprocess.image_size, Resampling[preprocess.interpolation.upper()]
+    size = preprocess.image_size
+    resample = Resampling[preprocess.interpolation.upper()]
     width, height = image.size
     if preprocess.resize_mode == "squash":
         return image.resize((size, size), resample)
     if preprocess.resize_mode == "longest":
         ratio = max(height / size, width / size)
         image = image.resize((max(1, round(width / ratio)), max(1, round(height / ratio))), resample)
-        across, down = size - image.width, size - image.height
-        border = (
-            across // 2,
-            down // 2,
-            (across + 1) // 2,
-            (down + 1) // 2,
-        )  # odd pixels go right and bottom
-        bands, fill = len(image.getbands()), preprocess.fill_color
+        across = size - image.width
+        down = size - image.height
+        # odd pixels go right and bottom
+        border = (across // 2, down // 2, (across + 1) // 2, (down + 1) // 2)
+        bands = len(image.getbands())
+        fill = preprocess.fill_color
         padded = ImageOps.expand(image, border, fill=(fill,) * bands if bands > 1 else fill)
-        if (palette := image.getpalette()) is not None:  # keep the palette's color of that number
+        palette = image.getpalette()
+        if palette is not None:  # keep the palette's color of that number
             padded.putpalette(palette)
         return padded
-    wide, high = (size, int(size * height / width)) if width <= height else (int(size * width / height), size)
-    left, top = round((wide - size) / 2), round((high - size) / 2)
+    shorter = min(width, height)
+    wide = int(size * width / shorter)
+    high = int(size * height / shorter)
+    left = round((wide - size) / 2)
+    top = round((high - size) / 2)
     if wide * high <= _MAX_RESIZED:
         return image.resize((wide, high), resample).crop((left, top, left + size, top + size))
-    ends = []  # left, right, top and bottom: each of the pixels needed, and of the box within them
-    for start, resized, original in zip((left, top), (wide, high), image.size, strict=True):
-        scale = original / resized
-        first, last = start * scale, (start + size) * scale
-        margin = 2 * max(1.0, scale) + 1  # reach of the bicubic filter
-        # crop whole pixels first: Pillow's float32 box is too coarse far from 0
-        low = max(0, math.floor(first - margin))
-        ends += [(low, first - low), (min(original, math.ceil(last + margin)), last - low)]
-    (left_pixel, right, top_pixel, bottom), (x0, x1, y0, y1) = zip(*ends, strict=True)
-    part = image.crop((left_pixel, top_pixel, right, bottom))
+    # crop whole pixels first: Pillow's float32 box is too coarse far from 0
+    first_x, last_x, x0, x1 = _locate_crop(left, size, scale=width / wide, limit=width)
+    first_y, last_y, y0, y1 = _locate_crop(top, size, scale=height / high, limit=height)
+    part = image.crop((first_x, first_y, last_x, last_y))
     return part.resize((size, size), resample, (x0, y0, x1, y1))
+
+
+def _locate_crop(start: int, size: int, *, scale: float, limit: int) -> tuple[int, int, float, float]:
+    """Return the first and last pixel that resizing to a crop reads along one side, and the crop within them."""
+    begin = start * scale
+    end = (start + size) * scale
+    margin = 2 * max(1.0, scale) + 1  # reach of the bicubic filter
+    first = max(0, math.floor(begin - margin))
+    last = min(limit, math.ceil(end + margin))
+    return first, last, begin - first, end - first

@@ -16,7 +16,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.attention import attention_blocks, patch_grid, reads_class_token
 from clipkit.model.clip import CLIP
 
-_unprojected = threading.Lock()  # held while the projection of a tower of open_clip is removed
+_projection_lock = threading.Lock()  # held while the projection of a tower of open_clip is removed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,26 +57,29 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
     Raises:
         ConfigError: there is no such block.
     """
-    if wrong := [layer for layer in layers if not 1 <= layer <= layer_count(model)]:
-        raise ConfigError(f"the image tower has no layer {wrong[0]}: expected 1 to {layer_count(model)}")
-    with ExitStack() as watching:
-        blocks = {layer: attention_blocks(model)[layer - 1] for layer in layers}
-        outputs = {layer: watching.enter_context(_outputs(block)) for layer, block in blocks.items()}
-        raw, pooled = _raw_and_pooled(model, images)
-    last = {layer: _pooled(model, seen[-1]).float() for layer, seen in outputs.items()}
+    count = layer_count(model)
+    for layer in layers:
+        if not 1 <= layer <= count:
+            raise ConfigError(f"the image tower has no layer {layer}: expected 1 to {count}")
+    outputs: dict[int, list[Tensor]] = {}
+    with ExitStack() as hooks:
+        for layer in layers:
+            outputs[layer] = hooks.enter_context(_collect_outputs(attention_blocks(model)[layer - 1]))
+        raw, pooled = _encode_with_pooled(model, images)
+    by_layer = {layer: _pool_tokens(model, tensors[-1]).float() for layer, tensors in outputs.items()}
     before = raw if pooled is None else pooled.float()
-    if any(out.shape != before.shape for out in last.values()):
+    if any(out.shape != before.shape for out in by_layer.values()):
         raise ConfigError(
             "the image tower's blocks have another width than its output: they cannot be probed"
         )
     return ImageRepresentations(
         projected=F.normalize(raw, dim=-1),
         before_projection=before,
-        layers=last,
+        layers=by_layer,
     )
 
 
-def _pooled(model: CLIP, tokens: Tensor) -> Tensor:
+def _pool_tokens(model: CLIP, tokens: Tensor) -> Tensor:
     if tokens.dim() == 2:  # the last block of clipkit's own tower returns only the class token
         return tokens
     tokens = tokens.flatten(1, -2)  # windows keep the grid
@@ -86,33 +89,33 @@ def _pooled(model: CLIP, tokens: Tensor) -> Tensor:
     return tokens[:, before:].mean(dim=1)
 
 
-def _raw_and_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:
+def _encode_with_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return features before normalization (B, O), and before projection (B, W) or None."""
     visual: Any = model.visual
-    own = model.architecture.vision.plain is not None
-    with _unprojected:  # another thread may have removed it
-        proj = None if own else getattr(visual, "proj", None)
+    is_plain = model.architecture.vision.plain is not None
+    with _projection_lock:  # another thread may have removed it
+        proj = None if is_plain else getattr(visual, "proj", None)
     if isinstance(proj, nn.Parameter):
         # open_clip's ViT pools inside its forward function: without a projection it returns the pooled features
-        with _unprojected:
+        with _projection_lock:
             visual.proj = None
             try:
                 pooled = model.encode_image(images, normalize=False)
             finally:
                 visual.proj = proj
         return pooled @ proj.float(), pooled
-    place = (visual.attn_pool or visual.ln_post) if own else getattr(visual, "trunk", None)
-    if not isinstance(place, nn.Module):
+    pooling = (visual.attn_pool or visual.ln_post) if is_plain else getattr(visual, "trunk", None)
+    if not isinstance(pooling, nn.Module):
         return model.encode_image(images, normalize=False), None
-    with _outputs(place) as outs:
+    with _collect_outputs(pooling) as outs:
         raw = model.encode_image(images, normalize=False)
-    if own:
-        return raw, _pooled(model, outs[-1])
+    if is_plain:
+        return raw, _pool_tokens(model, outs[-1])
     return raw, outs[-1] if outs and outs[-1].dim() == 2 else None
 
 
 @contextmanager
-def _outputs(module: nn.Module) -> Iterator[list[Tensor]]:
+def _collect_outputs(module: nn.Module) -> Iterator[list[Tensor]]:
     """Collect the outputs of a module in this thread, as others may run the same model."""
     outs: list[Tensor] = []
     here = threading.get_ident()

@@ -21,7 +21,7 @@ _KEPT = 20  # text positions that are kept in a longer table
 _MAX_PREFIXES = 5  # tokens before a grid: class, distillation, registers
 
 
-def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> dict[str, Tensor]:
+def fit_positions(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
     """Resample the position embeddings to the wanted shapes; others of another shape are kept.
 
     Image positions: the class token's is kept, the square grid is resized by antialiased bicubic interpolation
@@ -35,40 +35,44 @@ def fit_positions(tensors: dict[str, Tensor], wanted: dict[str, torch.Size]) -> 
     """
     fitted = dict(tensors)
     for name in (*_IMAGE, *_TEXT):
-        if name not in tensors or name not in wanted or tensors[name].shape == wanted[name]:
+        if name not in tensors or name not in shapes or tensors[name].shape == shapes[name]:
             continue
-        old, shape = tensors[name], wanted[name]
-        last = int(name in _TEXT and _CLASS_AT_THE_END in tensors)
+        old = tensors[name]
+        shape = shapes[name]
         same_kind = old.ndim == len(shape) and (old.shape[:-2], old.shape[-1]) == (shape[:-2], shape[-1])
         if not same_kind or shape[:-2].numel() != 1:  # timm's have a first dimension of 1
             continue  # for example another width, which the check of shapes reports
-        rows, places = old.flatten(0, -2), shape[-2]
-        if min(len(rows), places) <= last:
+        rows = old.flatten(0, -2)
+        length = shape[-2]
+        last = int(name in _TEXT and _CLASS_AT_THE_END in tensors)
+        if min(len(rows), length) <= last:
             continue
         if name in _IMAGE:
-            new = _grid(rows, places)
+            new = _resize_image_positions(rows, length)
         else:
-            words = len(rows) - last
-            line = rows[: min(words, places - last)]
-            if places - last > words:
-                kept = min(_KEPT, words - 1)
-                stretched = F.interpolate(
-                    rows[kept:words].float().T[None], places - last - kept, mode="linear", align_corners=True
-                )
-                line = torch.cat([rows[:kept], stretched[0].T.to(rows.dtype)])
-            new = torch.cat([line, rows[words:]])
+            words = _resize_text_positions(rows[: len(rows) - last], length - last)
+            new = torch.cat([words, rows[len(rows) - last :]])
         fitted[name] = new.view(shape)
     return fitted
 
 
-def fitted_grid(positions: Tensor, side: int) -> Tensor:
+def _resize_text_positions(old: Tensor, length: int) -> Tensor:
+    """Keep the first positions, and stretch those after the first 20 if there are too few."""
+    if length <= len(old):
+        return old[:length]
+    first = min(_KEPT, len(old) - 1)
+    stretched = F.interpolate(old[first:].float().T[None], length - first, mode="linear", align_corners=True)
+    return torch.cat([old[:first], stretched[0].T.to(old.dtype)])
+
+
+def resize_grid(positions: Tensor, side: int) -> Tensor:
     """Resize position embeddings of a class token and a square grid, (1 + P, D) → (1 + side², D).
 
     Differentiable, for training on smaller images (as in FlexiViT, Beyer et al. 2023,
     https://arxiv.org/abs/2212.08013).
     """
-    own = math.isqrt(len(positions) - 1)
-    weights = grid_weights(own, side, positions.device).to(positions.dtype)
+    stored_side = math.isqrt(len(positions) - 1)
+    weights = grid_weights(stored_side, side, positions.device).to(positions.dtype)
     with torch.autocast(positions.device.type, enabled=False):
         return torch.cat([positions[:1], weights @ positions[1:]])
 
@@ -79,9 +83,9 @@ def smooth_grid(positions: Tensor, side: int) -> None:
 
     Otherwise the details that training on smaller images cannot reach would remain noise at the full size.
     """
-    own = math.isqrt(len(positions) - 1)
+    full_side = math.isqrt(len(positions) - 1)
     small = positions[1 : 1 + side**2].clone()
-    positions[1:] = grid_weights(side, own, positions.device).to(positions.dtype) @ small
+    positions[1:] = grid_weights(side, full_side, positions.device).to(positions.dtype) @ small
 
 
 @lru_cache(maxsize=16)
@@ -94,11 +98,12 @@ def grid_weights(side: int, new_side: int, device: torch.device) -> Tensor:
         return resized.flatten(1).T.contiguous().to(device)
 
 
-def _grid(old: Tensor, places: int) -> Tensor:
-    """Resize a grid after k other tokens: (k + g², D) → (places, D)."""
+def _resize_image_positions(old: Tensor, length: int) -> Tensor:
+    """Resize a grid after k other tokens: (k + g², D) → (length, D)."""
     for prefixes in range(_MAX_PREFIXES + 1):
-        side, new_side = (math.isqrt(max(0, count - prefixes)) for count in (len(old), places))
-        if side and new_side and side**2 + prefixes == len(old) and new_side**2 + prefixes == places:
+        side = math.isqrt(max(0, len(old) - prefixes))
+        new_side = math.isqrt(max(0, length - prefixes))
+        if side and new_side and side**2 + prefixes == len(old) and new_side**2 + prefixes == length:
             break
     else:
         raise CheckpointError(f"{len(old)} image positions are not a class token and a square grid")

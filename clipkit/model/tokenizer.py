@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib.util import find_spec
+from itertools import compress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, SupportsIndex
 
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 # whole. Nothing here locks, warns or starts threads, so threads and forked processes can tokenize.
 
 CONTEXT_LENGTH = 77
-START_OF_TEXT, END_OF_TEXT = 49406, 49407
+START_OF_TEXT = 49406
+END_OF_TEXT = 49407
 VOCABULARY = "bpe_simple_vocab_16e6"  # recorded in checkpoints
 _MERGES = 49152 - 256 - 2
 _MAX_CONTEXT = 1_000_000  # tokens, as for architectures
@@ -52,7 +54,10 @@ _ASCII_WORD = standard_re.compile(_WORD.replace("LETTER", "a-z").replace("NUMBER
 _SPECIAL = ("<start_of_text>", "<end_of_text>")
 # ASCII of which ftfy and html change nothing but white space: no control characters, no "&"
 _PLAIN_ASCII = standard_re.compile(r"[\t\n\f\r -%'-~]*")
-_FTFY_VERSION = "6.3.1"  # the version that _repaired follows; with others, ftfy gets the whole text
+# printable characters in NFKC that ftfy changes: curly quotes, and the object replacement character
+_CHANGED = standard_re.compile("[\u02bc\u2018-\u201f\ufffc]")
+_FAR_SIGNS = standard_re.compile("[ÃÂЂ]")  # of wrong encodings, which can continue after a space
+_FTFY_VERSION = "6.3.1"  # the version that _repair_part follows; with others, ftfy gets the whole text
 
 
 def tokenize(
@@ -72,13 +77,12 @@ def tokenize(
     if not isinstance(context_length, SupportsIndex) or not 2 <= context_length <= _MAX_CONTEXT:
         raise ConfigError(f"context_length = {context_length!r} is not a number from 2 to {_MAX_CONTEXT}")
     context_length = int(context_length)
-    many = [texts] if isinstance(texts, str) else list_of_strings(texts, "texts")
+    many = [texts] if isinstance(texts, str) else convert_strings(texts, "texts")
     longest = max(map(len, many), default=0)
     if longest > MAX_CHARACTERS:
         raise DataError(f"a text of {longest} characters is over the limit of {MAX_CHARACTERS}")
     room = 2 * (context_length - 2)  # bytes
     rows = []
-    join, ids_of = b"".join, _parts.__getitem__
     for text in many:
         # ASCII is cached in lower case, except HTML entities, which may need capitals
         if text.isascii() and "&" not in text:
@@ -86,38 +90,40 @@ def tokenize(
         else:
             parts = [part.lower() if part.isascii() and "&" not in part else part for part in text.split(" ")]
         try:
-            ids = join(map(ids_of, parts))
+            ids = b"".join(map(_parts.__getitem__, parts))
         except _EntangledError:
             import ftfy
 
-            ids = _ids_of_clean(_cleaned(ftfy.fix_text(text)))
+            ids = _encode_clean(_clean_text(ftfy.fix_text(text)))
         rows.append(ids[:room])
     if trim:
         context_length = max(map(len, rows), default=0) // 2 + 2
-    start, end, width = _as_bytes([START_OF_TEXT]), _as_bytes([END_OF_TEXT]), 2 * context_length
-    padded = join([(start + row + end).ljust(width, b"\0") for row in rows])
+    start = _pack_ids([START_OF_TEXT])
+    end = _pack_ids([END_OF_TEXT])
+    width = 2 * context_length
+    padded = b"".join([(start + row + end).ljust(width, b"\0") for row in rows])
     tokens = np.frombuffer(padded, np.uint16).astype(np.int64)
     return torch.from_numpy(tokens).view(len(rows), context_length)
 
 
-def list_of_strings(given: Iterable[str], what: str) -> list[str]:
+def convert_strings(strings: Iterable[str], label: str) -> list[str]:
     """Convert strings of any type, such as numpy's, to a list of str.
 
     Raises:
-        DataError: it is not a list of strings; ``what`` is its name in the message.
+        DataError: it is not a list of strings; ``label`` is its name in the message.
     """
-    if isinstance(given, bytes) or not isinstance(given, Iterable):
-        raise DataError(f"{what} must be a list of strings, not {type(given).__name__}")
+    if isinstance(strings, bytes) or not isinstance(strings, Iterable):
+        raise DataError(f"{label} must be a list of strings, not {type(strings).__name__}")
     try:
-        many = list(given)
+        many = list(strings)
     except TypeError as error:  # an array without dimensions
-        raise DataError(f"{what} must be a list of strings: {error}") from error
+        raise DataError(f"{label} must be a list of strings: {error}") from error
     if set(map(type, many)) <= {str}:
         return many
-    for number, one in enumerate(many):
-        if not isinstance(one, str):
-            raise DataError(f"{what} must be strings, but number {number} is of type {type(one).__name__}")
-    return [str(one) for one in many]
+    for i, string in enumerate(many):
+        if not isinstance(string, str):
+            raise DataError(f"{label} must be strings, but number {i} is of type {type(string).__name__}")
+    return [str(string) for string in many]
 
 
 class _Cache(dict[str, bytes]):
@@ -133,7 +139,8 @@ class _Cache(dict[str, bytes]):
 
     def __init__(self, initial: Callable[[], dict[str, bytes]], compute: Callable[[str], bytes]) -> None:
         super().__init__()
-        self._initial, self._compute = initial, compute
+        self._initial = initial
+        self._compute = compute
 
     def __missing__(self, string: str) -> bytes:
         if not self:
@@ -152,124 +159,73 @@ class _EntangledError(Exception):
     """The ids of a part depend on the rest of its text."""
 
 
-def _ids_of_part(part: str) -> bytes:
+def _encode_part(part: str) -> bytes:
     """Return the ids of a part of a text; it is lower case if it is ASCII without "&". Raises _EntangledError."""
     if part.isascii():  # the most frequent first: a word, a word and a punctuation mark
         if part.isalpha():
-            return _ids_of_word(part)
+            return _encode_word(part)
         if part[:-1].isalpha() and part[-1] in ",.:;!?":
             return _parts[part[:-1]] + _parts[part[-1]]
     if _PLAIN_ASCII.fullmatch(part):
         words = _ASCII_WORD.findall(part)
         return _words[part] if words == [part] else b"".join(map(_parts.__getitem__, words))
-    repaired = _repaired(part, entities=False)
-    clean = _cleaned(repaired)
+    repaired = _repair_part(part, entities=False)
+    clean = _clean_text(repaired)
     if "&" in repaired:
-        # ftfy unescapes entities too, in the lines before the first "<": whether it does must not matter
+        # ftfy resolves entities too, in the lines before the first "<": whether it does must not matter
         if "\n" in part or len(part) > 1000:  # nested entities take quadratic time
             raise _EntangledError
-        resolved = _repaired(part, entities=True)
-        if resolved != repaired and _cleaned(resolved) != clean:
+        if _clean_text(_repair_part(part, entities=True)) != clean:
             raise _EntangledError
-    return _ids_of_clean(clean)
+    return _encode_clean(clean)
 
 
-def _ids_of_clean(text: str) -> bytes:
+def _encode_clean(text: str) -> bytes:
     if _PLAIN_ASCII.fullmatch(text):
         return b"".join(map(_parts.__getitem__, text.split(" ")))
     return b"".join(map(_words.__getitem__, _word_pattern().findall(text)))
 
 
-def _ids_of_word(word: str) -> bytes:
-    model = _model()
+def _encode_word(word: str) -> bytes:
+    model = _load_bpe()
     symbols = word.encode().decode("latin-1").translate(model.symbols)
-    return _as_bytes([token.id for token in model.bpe.tokenize(symbols)])
+    return _pack_ids([token.id for token in model.bpe.tokenize(symbols)])
 
 
-def _as_bytes(ids: list[int]) -> bytes:
+def _pack_ids(ids: list[int]) -> bytes:
     return array("H", ids).tobytes()
 
 
-def _cleaned(repaired: str) -> str:
+def _clean_text(repaired: str) -> str:
     return " ".join(html.unescape(html.unescape(repaired)).split()).lower()
 
 
-# quotes that ftfy straightens
-_QUOTES = dict.fromkeys(map(ord, "\u02bc\u2018\u2019\u201a\u201b"), "'")
-_QUOTES |= dict.fromkeys(map(ord, "\u201c\u201d\u201e\u201f"), '"')
-
-
-class _Rules(NamedTuple):
-    """ftfy's steps, and what they look for."""
-
-    mixed_up: standard_re.Pattern[str]  # matches wherever ``is_bad`` is true
-    far: standard_re.Pattern[str]  # characters of signs that can continue after a space
-    changed: standard_re.Pattern[str]  # characters that the steps change
-    is_bad: Callable[[str], bool]
-    unescape: Callable[[str], str]
-    steps: tuple[Callable[[str], str], ...]
-
-
-def _repaired(part: str, *, entities: bool) -> str:
+def _repair_part(part: str, *, entities: bool) -> str:
     """Return what ``ftfy.fix_text`` makes of a part, whatever precedes and follows it. Raises _EntangledError.
 
-    ftfy repeats its steps until nothing changes. One of them repairs a wrong encoding; it starts when
-    ``is_bad`` finds a sign anywhere in a line, so a part with a sign is entangled with its line. In version
-    6.3.1, each sign contains a control character from U+0080 to U+009F, one of ŒœÃÂЂ, or two neighbours out of
-    some 400 suspicious characters that are not both letters of Greek or Cyrillic (or Þ). Signs with ÃÂЂ may
-    continue after a space, the others end there. All other steps map characters or runs without a space.
+    One of ftfy's steps repairs a wrong encoding; it starts when ``is_bad`` finds a sign anywhere in a line, so a
+    part with a sign is entangled with its line. In version 6.3.1, signs end at a space unless they contain one of
+    ÃÂЂ. All other steps map characters or runs without a space. Printable characters in NFKC are changed only if
+    ``_CHANGED`` has them.
     """
-    rules = _rules()
-    while True:
-        before = part
-        if entities:
-            part = rules.unescape(part)
-        if rules.mixed_up.search(part) and (rules.far.search(part) or rules.is_bad(f" {part} ")):
-            raise _EntangledError
-        if rules.changed.search(part):
-            part = part.translate(_QUOTES)  # first, because it is often enough; the result is the same
-            if rules.changed.search(part):
-                for step in rules.steps:
-                    part = step(part)
-        part = unicodedata.normalize("NFC", part)
-        if part == before:
-            return part
-
-
-@cache
-def _rules() -> _Rules:
     import ftfy
-    from ftfy import badness, chardata, fixes
 
     if ftfy.__version__ != _FTFY_VERSION:
         raise _EntangledError
-    pattern = badness.BADNESS_RE.pattern
-    ranges = standard_re.findall(r"([^\0-\x7f])-([^\0-\x7f])", pattern)
-    suspicious = {c for c in pattern if not c.isascii()}
-    suspicious.update(chr(c) for first, last in ranges for c in range(ord(first), ord(last) + 1))
-    letters = badness.MOJIBAKE_CATEGORIES["lower_common"] + badness.MOJIBAKE_CATEGORIES["upper_common"]
-    others = {c for c in suspicious if not standard_re.match(f"[{letters}]", c)}
-    changed = {*_QUOTES, *chardata.LIGATURES, *chardata.WIDTH_MAP, *chardata.CONTROL_CHARS}
-    any_of, other, table = (
-        standard_re.escape("".join(sorted(characters)))
-        for characters in (suspicious, others, map(chr, changed))
-    )
-    return _Rules(
-        mixed_up=standard_re.compile(f"[{other}][{any_of}]|[{any_of}][{other}]|[\x80-\x9fŒœÃÂЂ]"),
-        far=standard_re.compile("[ÃÂЂ]"),
-        changed=standard_re.compile(f"[{table}\ud800-\udfff]"),
-        is_bad=badness.is_bad,
-        unescape=fixes.unescape_html,
-        steps=(
-            fixes.fix_latin_ligatures,
-            fixes.fix_character_width,
-            fixes.uncurl_quotes,
-            fixes.fix_line_breaks,
-            fixes.fix_surrogates,
-            fixes.remove_terminal_escapes,
-            fixes.remove_control_chars,
-        ),
-    )
+    states = {part}
+    if entities:
+        resolved = html.unescape(part)
+        while resolved not in states:
+            states.add(resolved)
+            resolved = html.unescape(resolved)
+    is_clean = part.isprintable() and unicodedata.is_normalized("NFKC", part) and not _CHANGED.search(part)
+    repaired = part
+    if entities or not is_clean:
+        repaired = ftfy.fix_text(part, unescape_html=entities, fix_encoding=False)
+        states.add(repaired)
+    if any(_FAR_SIGNS.search(text) or ftfy.badness.is_bad(f" {text} ") for text in states):
+        raise _EntangledError
+    return repaired
 
 
 @cache
@@ -281,51 +237,54 @@ def _word_pattern() -> Any:
 
 class _Model(NamedTuple):
     bpe: "BPE"
-    symbols: dict[int, str]  # by byte
-    words: dict[str, bytes]  # ids of ASCII words that are one token, and of special tokens
-    plain_words: dict[str, bytes]  # ids of words of letters only
+    # by byte
+    symbols: dict[int, str]
+    # ids of ASCII words that are one token, and of special tokens
+    words: dict[str, bytes]
+    # those of letters only
+    plain_words: dict[str, bytes]
 
 
 @cache
-def _model() -> _Model:
+def _load_bpe() -> _Model:
     from tokenizers.models import BPE
 
-    merges, symbols = pair_merges(), byte_symbols()
-    vocabulary = {token: i for i, token in enumerate([*tokens_in_order(), *_SPECIAL])}
-    bpe = BPE(vocabulary, merges, end_of_word_suffix="</w>", cache_capacity=0)
+    symbols = byte_symbols()
+    vocabulary = {token: i for i, token in enumerate([*list_tokens(), *_SPECIAL])}
+    bpe = BPE(vocabulary, read_merges(), end_of_word_suffix="</w>", cache_capacity=0)
     words = {token[:-4]: i for token, i in vocabulary.items() if token.isascii() and token.endswith("</w>")}
     words |= {token: vocabulary[token] for token in _SPECIAL}
-    ids = {word: _as_bytes([i]) for word, i in words.items()}
-    letters = {word: one for word, one in ids.items() if word.isalpha()}
-    return _Model(bpe=bpe, symbols=symbols, words=ids, plain_words=letters)
-
-
-def tokens_in_order() -> list[str]:
-    """Return the vocabulary without its two special tokens, by id."""
-    symbols = list(byte_symbols().values())
-    return [*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, pair_merges())]
+    ids = {word: _pack_ids([i]) for word, i in words.items()}
+    plain_words = {word: ids[word] for word in ids if word.isalpha()}
+    return _Model(bpe=bpe, symbols=symbols, words=ids, plain_words=plain_words)
 
 
 @cache
-def _symbols_by_id() -> tuple[str, ...]:
-    return tuple(tokens_in_order())
+def list_tokens() -> tuple[str, ...]:
+    """Return the vocabulary without its two special tokens, by id."""
+    symbols = byte_symbols().values()
+    return (*symbols, *(symbol + "</w>" for symbol in symbols), *map("".join, read_merges()))
 
 
-def pair_merges() -> list[tuple[str, str]]:
+def read_merges() -> list[tuple[str, str]]:
     """Return the merges of the byte-pair encoding in order, from the file in open_clip_torch."""
     lines = gzip.decompress(vocabulary_file().read_bytes()).decode("utf-8").split("\n")[1 : _MERGES + 1]
-    return [(left, right) for left, right in (line.split() for line in lines)]
+    pairs = [line.split() for line in lines]
+    return [(left, right) for left, right in pairs]
 
 
 def byte_symbols() -> dict[int, str]:
     """Map each byte to a printable character in the vocabulary's order: itself, or the next from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    symbols = {byte: chr(byte) for byte in printable}
+    for i, byte in enumerate(others):
+        symbols[byte] = chr(256 + i)
+    return symbols
 
 
-_parts = _Cache(lambda: _model().plain_words, _ids_of_part)
-_words = _Cache(lambda: _model().words, _ids_of_word)
+_parts = _Cache(lambda: _load_bpe().plain_words, _encode_part)
+_words = _Cache(lambda: _load_bpe().words, _encode_word)
 
 
 _FOLDER = "tokenizer"  # in a checkpoint
@@ -356,16 +315,16 @@ class Tokenizer(Protocol):
     def store(self, folder: Path) -> Any:
         """Write the tokenizer's files to a checkpoint folder, and return its entry in model.json."""
 
-    def of_length(self, context_length: int) -> "Tokenizer":
+    def replace_length(self, context_length: int) -> "Tokenizer":
         """Return the tokenizer with another maximum number of tokens."""
 
 
-def _filling(texts: Sequence[str], tokens: Tensor, length: int, *, padding: int = 0) -> list[str]:
+def _select_full(texts: Sequence[str], tokens: Tensor, length: int, *, padding: int = 0) -> list[str]:
     """Return the texts whose tokens (N, L) have no padding at the end of the context length."""
     if tokens.shape[1] < length:
         return []
     is_full = (tokens[:, length - 1] != padding).tolist()
-    return [text for text, full in zip(texts, is_full, strict=True) if full]
+    return list(compress(texts, is_full))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -380,18 +339,19 @@ class ClipTokenizer:
         return tokenize(texts, self.context_length, trim=self.trim)
 
     def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
-        longer = tokenize(_filling(texts, tokens, self.context_length), self.context_length + 1)
+        longer = tokenize(_select_full(texts, tokens, self.context_length), self.context_length + 1)
         return int(longer[:, -1].count_nonzero())
 
     def decode(self, ids: Sequence[int]) -> str:
-        symbols, bytes_ = _symbols_by_id(), {symbol: byte for byte, symbol in byte_symbols().items()}
-        text = "".join(symbols[one] for one in ids if one < START_OF_TEXT).replace("</w>", " ").rstrip()
-        return bytes(bytes_.get(one, ord(" ")) for one in text).decode("utf-8", "replace")
+        symbols = list_tokens()
+        byte_of_symbol = {symbol: byte for byte, symbol in byte_symbols().items()}
+        text = "".join(symbols[i] for i in ids if i < START_OF_TEXT).replace("</w>", " ").rstrip()
+        return bytes(byte_of_symbol.get(symbol, ord(" ")) for symbol in text).decode("utf-8", "replace")
 
     def store(self, folder: Path) -> Any:
         return VOCABULARY
 
-    def of_length(self, context_length: int) -> "ClipTokenizer":
+    def replace_length(self, context_length: int) -> "ClipTokenizer":
         return replace(self, context_length=context_length)
 
 
@@ -407,13 +367,14 @@ class ClassTokenizer:
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         try:
-            return torch.tensor([self._numbers[" ".join(text.split())] for text in texts]).view(-1, 1).long()
+            labels = [self._labels[" ".join(text.split())] for text in texts]
         except KeyError as error:
             name = str(error.args[0])
             raise DataError(
                 f"{name[:80]!r} is not one of the model's {len(self.names)} classes: {nearest(name, self.names)} "
                 "(its classification head encodes only class names)"
             ) from error
+        return torch.tensor(labels, dtype=torch.int64).view(-1, 1)
 
     def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
         return 0
@@ -422,13 +383,13 @@ class ClassTokenizer:
         return self.names[ids[0]]
 
     @cached_property
-    def _numbers(self) -> dict[str, int]:
-        return {name: number for number, name in enumerate(self.names)}
+    def _labels(self) -> dict[str, int]:
+        return {name: i for i, name in enumerate(self.names)}
 
     def store(self, folder: Path) -> Any:
         return _CLASSES
 
-    def of_length(self, context_length: int) -> "ClassTokenizer":
+    def replace_length(self, context_length: int) -> "ClassTokenizer":
         return self
 
 
@@ -447,31 +408,33 @@ class LibraryTokenizer:
     context_length: int
     options: dict[str, Any] = field(default_factory=dict)
     trim: bool = False
-    _made: Any = None
+    _loaded: Any = None
 
     @property
     def vocab_size(self) -> int:
-        return max(self._library().tokenizer.get_vocab().values(), default=0) + 1
+        return max(self._load_library().tokenizer.get_vocab().values(), default=0) + 1
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
-        library = self._library()
+        library = self._load_library()
         ids: Tensor = library(list(texts))
         padding = library.tokenizer.pad_token_id
         if self.trim and library.tokenizer.padding_side == "right":
             used = (ids != padding).any(dim=0).nonzero()
-            ids = ids[:, : int(used[-1]) + 1 if len(used) else 1]
+            longest = int(used[-1]) + 1 if len(used) else 1
+            ids = ids[:, :longest]
         return ids
 
     def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
-        library = self._library()
-        tokenizer, length = library.tokenizer, self.context_length
-        special = True
-        if library.tokenizer_mode == "clips":
-            length, special = length - 3, False
+        library = self._load_library()
+        tokenizer = library.tokenizer
+        length = self.context_length
+        special = library.tokenizer_mode != "clips"
+        if not special:
+            length -= 3
         elif tokenizer.padding_side == "right" and tokenizer.pad_token_id != tokenizer.eos_token_id:
-            texts = _filling(texts, tokens, length, padding=tokenizer.pad_token_id)
+            texts = _select_full(texts, tokens, length, padding=tokenizer.pad_token_id)
         if not texts:
             return 0
         cleaned = [library.clean_fn(text) for text in texts]
@@ -479,10 +442,10 @@ class LibraryTokenizer:
         return sum(len(row) > length for row in longer["input_ids"])
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._library().tokenizer.decode(list(ids), skip_special_tokens=True))
+        return str(self._load_library().tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _library(self) -> Any:
-        if self._made is None:
+    def _load_library(self) -> Any:
+        if self._loaded is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
             from clipkit.files.hub import from_hub
 
@@ -499,18 +462,18 @@ class LibraryTokenizer:
                     f"the tokenizer in {self.source} has no padding token: add pad_token to tokenizer_config.json, "
                     "the token whose number is pad_token_id in config.json"
                 )
-            self._made = library
-        return self._made
+            self._loaded = library
+        return self._loaded
 
     def store(self, folder: Path) -> Any:
-        tokenizer = self._library().tokenizer
+        tokenizer = self._load_library().tokenizer
         tokenizer("", truncation=True, max_length=self.context_length)  # the files contain the last length
         tokenizer.save_pretrained(folder / _FOLDER)
         names = ("context_length", "options", "trim")
         return {"kind": "transformers", **{name: getattr(self, name) for name in names}}
 
-    def of_length(self, context_length: int) -> "LibraryTokenizer":
-        return replace(self, context_length=context_length, _made=None)
+    def replace_length(self, context_length: int) -> "LibraryTokenizer":
+        return replace(self, context_length=context_length, _loaded=None)
 
 
 @dataclass(kw_only=True)
@@ -526,27 +489,29 @@ class TransformersTokenizer:
 
     source: str
     context_length: int
-    _made: Any = field(default=None, compare=False, repr=False)
+    _loaded: Any = field(default=None, compare=False, repr=False)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)
-        rows = self.rows(texts)
+        rows = self.encode_rows(texts)
         longest = max(1, *map(len, rows))
-        return torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+        for row in rows:
+            row += [0] * (longest - len(row))
+        return torch.tensor(rows)
 
     def count_cut(self, texts: Sequence[str], tokens: Tensor) -> int:
         if not texts or tokens.shape[1] < self.context_length:
             return 0
-        longer = self.rows(texts, self.context_length + 1)
+        longer = self.encode_rows(texts, self.context_length + 1)
         return sum(len(row) > self.context_length for row in longer)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self.library().decode(list(ids), skip_special_tokens=True))
+        return str(self.load_library().decode(list(ids), skip_special_tokens=True))
 
-    def rows(self, texts: Sequence[str], length: int = 0) -> list[list[int]]:
+    def encode_rows(self, texts: Sequence[str], length: int = 0) -> list[list[int]]:
         """Return the ids of each text without padding, cut at ``length``, by default the context length."""
-        rows: list[list[int]] = self.library()(
+        rows: list[list[int]] = self.load_library()(
             list(texts),
             truncation=True,
             max_length=length or self.context_length,
@@ -554,14 +519,14 @@ class TransformersTokenizer:
         )["input_ids"]
         return rows
 
-    def library(self) -> Any:
+    def load_library(self) -> Any:
         """Return transformers' tokenizer; ConfigError if the folder has none that works."""
-        if self._made is None:
+        if self._loaded is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
             from transformers import AutoTokenizer
 
             try:
-                made = AutoTokenizer.from_pretrained(
+                tokenizer = AutoTokenizer.from_pretrained(
                     self.source, trust_remote_code=False, local_files_only=True
                 )
             except Exception as error:  # the Rust library raises nothing more specific
@@ -569,27 +534,26 @@ class TransformersTokenizer:
                 raise ConfigError(
                     f"transformers cannot read the tokenizer in {self.source}: {cause}"
                 ) from error
-            _check_words(made, self.source)
-            made.model_max_length = (
-                self.context_length
-            )  # with which other libraries cut texts after an export
-            if made.pad_token is None:
-                made.pad_token = made.eos_token
-            self._made = made
-        return self._made
+            _check_words(tokenizer, self.source)
+            # with which other libraries cut texts after an export
+            tokenizer.model_max_length = self.context_length
+            if tokenizer.pad_token is None:
+                tokenizer.pad_token = tokenizer.eos_token
+            self._loaded = tokenizer
+        return self._loaded
 
     @property
     def vocab_size(self) -> int:
         """The largest token plus one."""
-        return max(self.library().get_vocab().values(), default=0) + 1
+        return max(self.load_library().get_vocab().values(), default=0) + 1
 
     def store(self, folder: Path) -> Any:
-        self.rows([""])  # the files contain the length at which texts were cut last
-        self.library().save_pretrained(folder / _FOLDER)
+        self.encode_rows([""])  # the files contain the length at which texts were cut last
+        self.load_library().save_pretrained(folder / _FOLDER)
         return {"kind": _UNCLEANED, "context_length": self.context_length}
 
-    def of_length(self, context_length: int) -> "TransformersTokenizer":
-        return replace(self, context_length=context_length, _made=None)
+    def replace_length(self, context_length: int) -> "TransformersTokenizer":
+        return replace(self, context_length=context_length, _loaded=None)
 
 
 def _check_words(library: Any, source: str) -> None:
@@ -600,7 +564,9 @@ def _check_words(library: Any, source: str) -> None:
     ids = list(library.get_vocab().values())
     step = 1 + len(ids) // _PROBED_WORDS
     words = {library.decode([i], skip_special_tokens=True).strip() for i in ids[::step]} - {""}
-    rows = {tuple(row) for row in library(sorted(words))["input_ids"]} if words else set()
+    rows: set[tuple[int, ...]] = set()
+    if words:
+        rows.update(map(tuple, library(sorted(words))["input_ids"]))
     are_alike = len(words) > 1 and len(rows) == 1
     if not words or are_alike:
         raise ConfigError(
@@ -609,7 +575,7 @@ def _check_words(library: Any, source: str) -> None:
         )
 
 
-def trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:
+def open_trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:
     """Return the tokenizer in a folder, for clipkit's text transformer, which reads a text at its largest token.
 
     Raises:
@@ -618,17 +584,18 @@ def trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer
     name = f"model.tokenizer = {folder!r}"
     if find_spec("transformers") is None:
         raise ConfigError(f"{name} requires transformers: pip install -e '.[export]'")
-    if not has_tokenizer(place := Path(folder).expanduser()):
+    path = Path(folder).expanduser()
+    if not has_tokenizer(path):
         raise ConfigError(
             f"{name}: no tokenizer there; python -m data tokenizer SOURCE --out FOLDER makes one"
         )
-    own = TransformersTokenizer(source=str(place.absolute()), context_length=context_length)
-    if end_of_texts(own) is None:
+    tokenizer = TransformersTokenizer(source=str(path.absolute()), context_length=context_length)
+    if find_text_end(tokenizer) is None:
         raise ConfigError(f"{name}: it must end every text with its largest token")
-    return own
+    return tokenizer
 
 
-def stored_tokenizer(folder: Path) -> TransformersTokenizer:
+def open_stored_tokenizer(folder: Path) -> TransformersTokenizer:
     """Return the tokenizer of a checkpoint of a run with ``model.tokenizer``, of any context length."""
     return TransformersTokenizer(source=str(folder / _FOLDER), context_length=CONTEXT_LENGTH)
 
@@ -685,7 +652,7 @@ def has_tokenizer(folder: Path) -> bool:
     return any(any(folder.glob(name)) for name in _FILES)
 
 
-def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
+def open_folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
     """Return the tokenizer of a folder of transformers, for clipkit's text tower, which reads the largest token.
 
     Args:
@@ -706,59 +673,60 @@ def folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
                 f"config.json: texts are read at token {end}, and CLIP's tokenizer ends them with {END_OF_TEXT}"
             )
         return ClipTokenizer(context_length=text.context_length)
-    own = TransformersTokenizer(source=str(folder), context_length=text.context_length)
+    tokenizer = TransformersTokenizer(source=str(folder), context_length=text.context_length)
     try:
-        largest = max(own.library().get_vocab().values(), default=0)
-        if largest >= text.vocab_size:
+        if tokenizer.vocab_size > text.vocab_size:
             raise CheckpointError(
-                f"its tokenizer has tokens up to {largest}, and config.json says vocab_size = {text.vocab_size}"
+                f"its tokenizer has tokens up to {tokenizer.vocab_size - 1}, and config.json says "
+                f"vocab_size = {text.vocab_size}"
             )
-        if end != ANY_END and end_of_texts(own) != end:
+        if end != ANY_END and find_text_end(tokenizer) != end:
             raise CheckpointError(
                 f"config.json: texts are read at token {end}, which does not end its tokenizer's texts, or is "
                 "not its largest"
             )
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    return own
+    return tokenizer
 
 
-def end_of_texts(own: TransformersTokenizer) -> int | None:
+def find_text_end(tokenizer: TransformersTokenizer) -> int | None:
     """Return the token that ends all texts, cut or not, if it is the largest of the vocabulary; otherwise None."""
-    largest = max(own.library().get_vocab().values(), default=0)
-    ends = {row[-1] if row else None for row in own.rows([*_PROBES, "a " * 2000])}
+    largest = tokenizer.vocab_size - 1
+    ends = {row[-1] if row else None for row in tokenizer.encode_rows([*_PROBES, "a " * 2000])}
     return largest if ends == {largest} else None
 
 
 def _is_clips(folder: Path) -> bool:
     """Return whether a folder's tokenizer is CLIP's; False if that is unclear."""
 
-    def text_of(name: str) -> str:
+    def read_text(name: str) -> str:
         path = folder / name
         if path.stat().st_size > _LARGEST:
             raise ValueError(f"{path} is too large to be CLIP's")
         return path.read_text(encoding="utf-8")
 
-    def mapping_of(name: str) -> dict[str, Any]:
-        value = json.loads(text_of(name)) if (folder / name).is_file() else {}
+    def read_object(name: str) -> dict[str, Any]:
+        value = json.loads(read_text(name)) if (folder / name).is_file() else {}
         if not isinstance(value, dict):
             raise ValueError(f"{name} is not an object")
         return value
 
     try:
-        settings = mapping_of("tokenizer_config.json")
-        added = {str(key) for key in settings.get("added_tokens_decoder") or {}}
-        added |= {str(one) for one in mapping_of("added_tokens.json").values()}
+        settings = read_object("tokenizer_config.json")
         if settings.get("tokenizer_class") not in _CLIPS_CLASSES or settings.get("auto_map"):
             return False
-        if added - {str(number) for number in _SPECIAL_TOKENS}:
+        added = {str(token) for token in settings.get("added_tokens_decoder") or {}}
+        added.update(map(str, read_object("added_tokens.json").values()))
+        if not added <= set(map(str, _SPECIAL_TOKENS)):
             return False
         if (folder / "tokenizer.json").is_file():
-            return _is_clips_json(text_of("tokenizer.json"))
+            return _is_clips_json(read_text("tokenizer.json"))
         if (folder / "vocab.json").is_file() or (folder / "merges.txt").is_file():
-            merges = [line for line in text_of("merges.txt").split("\n") if line.strip()]
-            merges = merges[1:] if merges[:1] and merges[0].startswith("#version") else merges
-            return _is_clips_vocabulary(mapping_of("vocab.json"), merges)
+            merges = [line for line in read_text("merges.txt").split("\n") if line.strip()]
+            if merges and merges[0].startswith("#version"):
+                merges = merges[1:]
+            return _is_clips_vocabulary(read_object("vocab.json"), merges)
         return not any(any(folder.glob(name)) for name in ("vocab.txt", "*.model"))
     except (OSError, ValueError, RecursionError, AttributeError, TypeError, KeyError):
         return False
@@ -769,23 +737,26 @@ def _is_clips_json(content: str) -> bool:
     model = stored["model"]
     if not _is_clips_vocabulary(model["vocab"], model["merges"]):
         return False
-    if {one["id"] for one in stored["added_tokens"]} - _SPECIAL_TOKENS.keys():
+    if {token["id"] for token in stored["added_tokens"]} - _SPECIAL_TOKENS.keys():
         return False
     from tokenizers import Tokenizer
 
     try:
-        made = Tokenizer.from_str(content)
+        tokenizer = Tokenizer.from_str(content)
     except Exception:  # the Rust library raises nothing more specific
         return False
-    made.no_truncation()
-    made.no_padding()
-    expected = [[number for number in row if number] for row in tokenize(_PROBES).tolist()]
-    return [one.ids for one in made.encode_batch(list(_PROBES))] == expected
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encodings = tokenizer.encode_batch(list(_PROBES))
+    return all(
+        encoding.ids == [token for token in row if token]
+        for encoding, row in zip(encodings, tokenize(_PROBES).tolist(), strict=True)
+    )
 
 
 def _is_clips_vocabulary(vocabulary: Mapping[str, Any], merges: list[Any]) -> bool:
-    tokens = [*tokens_in_order(), *_SPECIAL_TOKENS.values()]
-    if vocabulary != {token: number for number, token in enumerate(tokens)}:
+    tokens = [*list_tokens(), *_SPECIAL_TOKENS.values()]
+    if vocabulary != {token: i for i, token in enumerate(tokens)}:
         return False
-    pairs = [tuple(one.split(" ") if isinstance(one, str) else one) for one in merges]
-    return pairs == pair_merges()
+    pairs = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges]
+    return pairs == read_merges()

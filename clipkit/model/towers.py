@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
-from clipkit.model.resample import fitted_grid
+from clipkit.model.resample import resize_grid
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
@@ -41,7 +41,7 @@ class Padded:
     mask: Tensor | None = None
 
     @classmethod
-    def texts(cls, tokens: Tensor, *, causal: bool) -> "Padded":
+    def from_texts(cls, tokens: Tensor, *, causal: bool) -> "Padded":
         """Return the layout of texts (B, L), rows that end at their largest id."""
         ends = tokens.argmax(dim=-1)
         if causal:
@@ -55,7 +55,7 @@ class Padded:
         causal = self.ends is not None and self.mask is None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal).transpose(1, 2)
 
-    def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_readout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the tokens that are read: q (B, 1, H, E), k and v (B, L, H, E) → (B, 1, H, E)."""
         mask = None
         if self.ends is not None:
@@ -64,7 +64,7 @@ class Padded:
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
 
-    def read(self, x: Tensor) -> Tensor:
+    def select_readout(self, x: Tensor) -> Tensor:
         """Select the tokens that are read: (B, L, D) → (B, 1, D)."""
         if self.ends is None:
             return x[:, :1]
@@ -76,24 +76,24 @@ class Cached(Padded):
     """Rows with causal attention to which one block appends tokens, with the keys and values of earlier tokens.
 
     Attributes:
-        kept: keys and values (B, T, H, E) of the tokens so far; empty before the first.
+        keys_values: keys and values (B, T, H, E) of the tokens so far; empty before the first.
     """
 
-    kept: list[Tensor] = field(default_factory=list)
+    keys_values: list[Tensor] = field(default_factory=list)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Append tokens (B, L, H, E) and attend with them → (B, L, H, E); L is 1 except in the first call."""
-        assert not self.kept or q.shape[1] == 1, q.shape
-        new = (k, v)
-        self.kept[:] = (
-            [torch.cat([*pair], dim=1) for pair in zip(self.kept, new, strict=True)] if self.kept else new
-        )
-        q, k, v = (one.transpose(1, 2) for one in (q, *self.kept))  # (B, H, L or T, E)
+        if self.keys_values:
+            assert q.shape[1] == 1, q.shape
+            k = torch.cat([self.keys_values[0], k], dim=1)
+            v = torch.cat([self.keys_values[1], v], dim=1)
+        self.keys_values[:] = (k, v)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L or T, E)
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1).transpose(1, 2)
 
     def select(self, rows: Tensor) -> None:
         """Replace the rows by those with the numbers ``rows`` (B',), which may repeat."""
-        self.kept[:] = [one[rows] for one in self.kept]
+        self.keys_values[:] = [tensor[rows] for tensor in self.keys_values]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -102,7 +102,7 @@ class Packed:
 
     Attributes:
         rows: (T,) int64, the row of each token in the padded batch.
-        places: (T,) int64, its position in the row.
+        positions: (T,) int64, its position in the row.
         starts: (B + 1,) int32, where each text begins, and the end of the last.
         order: (B,) int64, the row of each text of the packed batch.
         counts: (texts, length) for each length that occurs, ascending.
@@ -112,7 +112,7 @@ class Packed:
     """
 
     rows: Tensor
-    places: Tensor
+    positions: Tensor
     starts: Tensor
     order: Tensor
     counts: tuple[tuple[int, int], ...]
@@ -124,15 +124,15 @@ class Packed:
         """Attend within each text: (T, H, E) each → (T, H, E)."""
         return self.attention(q, k, v, self, ends_only=False)
 
-    def attend_read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend_readout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the last tokens: q (B, H, E), k and v (T, H, E) → (B, H, E)."""
         return self.attention(q, k, v, self, ends_only=True)
 
-    def read(self, x: Tensor) -> Tensor:
+    def select_readout(self, x: Tensor) -> Tensor:
         """Select the last token of each text: (T, D) → (B, D)."""
         return x[self.starts[1:].long() - 1]
 
-    def in_order(self, features: Tensor) -> Tensor:
+    def restore_order(self, features: Tensor) -> Tensor:
         """Sort features (B, O) of the packed batch into the order of the padded one."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(len(self.order), device=self.order.device)
@@ -159,19 +159,21 @@ def pack(
         device: device of the tensors.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    ascending = [lengths[row] for row in order]
-    counts = tuple((len(list(same)), length) for length, same in groupby(ascending))
+    ascending = sorted(lengths)
+    counts = tuple((len(list(texts)), length) for length, texts in groupby(ascending))
     assert not ascending or (ascending[0] >= 1 and ascending[-1] <= longest), (ascending, longest)
-    rows_of, sizes = copy_to_device(torch.tensor([order, ascending], dtype=torch.int64), device)  # (B,) each
+    source_rows, sizes = copy_to_device(
+        torch.tensor([order, ascending], dtype=torch.int64), device
+    )  # (B,) each
     total = sum(ascending)
     starts = F.pad(sizes.cumsum(0), (1, 0))  # (B + 1,)
     texts = torch.arange(len(order), device=device)
     text = texts.repeat_interleave(sizes, output_size=total)  # (T,); the size avoids a synchronization
     return Packed(
-        rows=rows_of[text],
-        places=torch.arange(total, device=device) - starts[text],
+        rows=source_rows[text],
+        positions=torch.arange(total, device=device) - starts[text],
         starts=starts.to(torch.int32),
-        order=rows_of,
+        order=source_rows,
         counts=counts,
         longest=longest,
         causal=causal,
@@ -179,11 +181,12 @@ def pack(
     )
 
 
-def varlen_runs(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
+def supports_varlen(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
     """Return whether ``attention_varlen`` supports a device, for weights of the given dtype."""
     if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < (8, 0):
         return False  # flash attention needs Ampere
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     # registers operators, which must not happen for the first time while a block is compiled
@@ -195,10 +198,11 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     """Attend by ``torch.nn.attention.varlen``, on CUDA in float16 or bfloat16."""
     from torch.nn.attention.varlen import varlen_attn
 
-    starts, longest = packed.starts, packed.longest
+    starts = packed.starts
+    longest = packed.longest
     if ends_only:  # one query per text, which attends to all of it
-        each = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
-        out = varlen_attn(q, k, v, each, starts, 1, longest)
+        query_starts = torch.arange(len(starts), dtype=starts.dtype, device=starts.device)
+        out = varlen_attn(q, k, v, query_starts, starts, 1, longest)
     else:
         window = (-1, 0 if packed.causal else -1)
         out = varlen_attn(q, k, v, starts, starts, longest, longest, window_size=window)
@@ -213,14 +217,16 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
     """
     if not packed.counts:
         return q
+    text_counts = [texts for texts, _ in packed.counts]
     sizes = [texts * length for texts, length in packed.counts]
-    queries = q.split([texts for texts, _ in packed.counts] if ends_only else sizes)
-    parts = []
-    for (texts, _), *three in zip(packed.counts, queries, k.split(sizes), v.split(sizes), strict=True):
-        a, b, c = (one.unflatten(0, (texts, -1)).transpose(1, 2) for one in three)  # (texts, H, length, E)
-        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=packed.causal and not ends_only)
-        parts.append(mixed.transpose(1, 2).flatten(0, 1))
-    return torch.cat(parts)
+    queries = q.split(text_counts if ends_only else sizes)
+    outputs = []
+    for texts, *group in zip(text_counts, queries, k.split(sizes), v.split(sizes), strict=True):
+        query, key, value = (tensor.unflatten(0, (texts, -1)).transpose(1, 2) for tensor in group)
+        # (texts, H, length, E)
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=packed.causal and not ends_only)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 Rows: TypeAlias = Padded | Packed
@@ -269,9 +275,9 @@ class Attention(nn.Module):
         out: Tensor = self.out_proj(rows.attend(q, k, v).flatten(-2))
         return out
 
-    def read(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
+    def attend_query(self, x: Tensor, query: Tensor, rows: Rows) -> Tensor:
         """Compute the output of the tokens ``query``, one of each row of ``x``."""
-        return self.read_keys(*self.keys_values(x), query, rows)
+        return self.attend_keys(*self.keys_values(x), query, rows)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the keys and values of tokens: (…, D) → two of (…, H, E)."""
@@ -280,11 +286,11 @@ class Attention(nn.Module):
         k, v = F.linear(x, weight, bias).unflatten(-1, (2, self.heads, -1)).unbind(-3)
         return k, v
 
-    def read_keys(self, k: Tensor, v: Tensor, query: Tensor, rows: Rows) -> Tensor:
-        """Compute ``read`` with the keys and values of ``x``."""
+    def attend_keys(self, k: Tensor, v: Tensor, query: Tensor, rows: Rows) -> Tensor:
+        """Compute ``attend_query`` with the keys and values of ``x``."""
         width = query.shape[-1]
         q = F.linear(query, self.in_proj_weight[:width], self.in_proj_bias[:width])
-        out: Tensor = self.out_proj(rows.attend_read(q.unflatten(-1, (self.heads, -1)), k, v).flatten(-2))
+        out: Tensor = self.out_proj(rows.attend_readout(q.unflatten(-1, (self.heads, -1)), k, v).flatten(-2))
         return out
 
 
@@ -320,33 +326,38 @@ class ResidualAttentionBlock(nn.Module):
         self.kernels: tuple[Kernel, Kernel] | None = None
         self.recompute = False
 
-    def forward(self, x: Tensor, rows: Rows, *, read: bool = False) -> Tensor:
-        """Compute all tokens, (B, L, D) → (B, L, D), or with ``read`` one of each row, (B, L, D) → (B, D).
+    def forward(self, x: Tensor, rows: Rows, *, readout: bool = False) -> Tensor:
+        """Compute all tokens, (B, L, D) → (B, L, D), or with ``readout`` one of each row, (B, L, D) → (B, D).
 
         Packed rows are (T, D).
         """
         # functions, not bound methods: a copy of the block must not compute with the original
-        plain = (ResidualAttentionBlock.whole, ResidualAttentionBlock.read)
-        kernel = (self.kernels if self.kernels is not None and self.training else plain)[read]
+        kernel: Kernel = ResidualAttentionBlock.compute_tokens
+        if readout:
+            kernel = ResidualAttentionBlock.compute_readout
+        if self.kernels is not None and self.training:
+            kernel = self.kernels[readout]
         if self.recompute and torch.is_grad_enabled():
             # a block is deterministic
             out: Tensor = checkpoint(kernel, self, x, rows, use_reentrant=False, preserve_rng_state=False)
             return out
         return kernel(self, x, rows)
 
-    def whole(self, x: Tensor, rows: Rows) -> Tensor:
+    def compute_tokens(self, x: Tensor, rows: Rows) -> Tensor:
         """Compute all tokens."""
         x = x + self.attn(self.ln_1(x), rows)
         out: Tensor = x + self.mlp(self.ln_2(x))
         return out
 
-    def read(self, x: Tensor, rows: Rows) -> Tensor:
+    def compute_readout(self, x: Tensor, rows: Rows) -> Tensor:
         """Compute one token of each row."""
         normed = self.ln_1(x)
-        out = rows.read(x) + self.attn.read(normed, rows.read(normed), rows)  # (B, 1, D), or packed (B, D)
+        out = rows.select_readout(x) + self.attn.attend_query(
+            normed, rows.select_readout(normed), rows
+        )  # (B, 1, D), or packed (B, D)
         out = out.flatten(0, -2)  # before the sum, because the output must not be a view for FSDP
-        read: Tensor = out + self.mlp(self.ln_2(out))
-        return read
+        readout: Tensor = out + self.mlp(self.ln_2(out))
+        return readout
 
 
 class Transformer(nn.Module):
@@ -371,10 +382,10 @@ class Transformer(nn.Module):
         *body, last = self.resblocks
         for block in body:
             x = block(x, rows)
-        out: Tensor = last(x, rows, read=True)
+        out: Tensor = last(x, rows, readout=True)
         return out
 
-    def tokens(self, x: Tensor, rows: Rows) -> Tensor:
+    def compute_tokens(self, x: Tensor, rows: Rows) -> Tensor:
         """Compute all tokens: (B, L, D), or packed (T, D) → the same shape."""
         for block in self.resblocks:
             x = block(x, rows)
@@ -385,6 +396,13 @@ class Transformer(nn.Module):
         """Draw weights by width; those that add to the residual stream are scaled by depth too."""
         for block in self.blocks:
             initialize_block(block.attn, block.mlp, layers=len(self.blocks))
+
+
+def reset_layers(tower: nn.Module) -> None:
+    """Draw the weights of linear layers, norms and convolutions as torch does."""
+    for module in tower.modules():
+        if isinstance(module, nn.LayerNorm | nn.Linear | nn.Conv2d):
+            module.reset_parameters()
 
 
 @torch.no_grad()
@@ -422,7 +440,7 @@ class AttentionPooling(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, 1 + K, D) with the class token first → (B, D)."""
         probe = self.probe.to(tokens.dtype).expand(len(tokens), 1, -1)
-        x = self.attn.read(tokens[:, 1:], probe, Padded())[:, 0]
+        x = self.attn.attend_query(tokens[:, 1:], probe, Padded())[:, 0]
         out: Tensor = x + self.mlp(self.norm(x))
         return out
 
@@ -446,8 +464,10 @@ class VisionTransformer(nn.Module):
         channels: int = 3,
     ) -> None:
         super().__init__()
-        self.image_size, self.patch_size = image_size, patch_size
-        self.pool, self.positions = pool, positions
+        self.image_size = image_size
+        self.patch_size = patch_size
+        self.pool = pool
+        self.positions = positions
         patches = (image_size // patch_size) ** 2
         # a convolution for the parameter's name and shape; applied as a matrix product
         self.conv1 = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size, bias=False)
@@ -471,12 +491,12 @@ class VisionTransformer(nn.Module):
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``stem``."""
         if self.pool != "class":
-            return self.with_tokens(images, patches, colors=colors)[0]
-        read = self.ln_post(self.transformer(self.stem(images, patches, colors=colors), Padded()))  # (B, D)
-        out: Tensor = read @ self.proj
+            return self.encode_with_tokens(images, patches, colors=colors)[0]
+        x = self.stem(images, patches, colors=colors)
+        out: Tensor = self.ln_post(self.transformer(x, Padded())) @ self.proj  # (B, O)
         return out
 
-    def with_tokens(
+    def encode_with_tokens(
         self,
         images: Tensor,
         patches: Tensor | None = None,
@@ -489,13 +509,13 @@ class VisionTransformer(nn.Module):
         A distillation token is the second of 2 + K; each of the two is projected to half of the features.
         """
         x = self.stem(images, patches, colors=colors, replaced=replaced)
-        x = self.transformer.tokens(x, Padded())
+        x = self.transformer.compute_tokens(x, Padded())
         tokens: Tensor = self.ln_post(x)
         if self.pool == "distilled":
             pair = zip(tokens[:, :2].unbind(dim=1), self.proj.chunk(2, dim=1), strict=True)
-            return unit_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
-        read = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
-        return read @ self.proj, tokens
+            return normalize_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
+        pooled = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
+        return pooled @ self.proj, tokens
 
     def stem(
         self,
@@ -520,30 +540,30 @@ class VisionTransformer(nn.Module):
         assert images.shape[1:] == (self.conv1.in_channels, side, side) and side % self.patch_size == 0, (
             tuple(images.shape)
         )
-        grid, cut = side // self.patch_size, cut_patches(images, self.patch_size)
+        grid = side // self.patch_size
+        cut = cut_patches(images, self.patch_size)
         if patches is None:
             cut = cut.flatten(1, 2)
         else:
-            cut = cut[
-                torch.arange(len(images), device=images.device)[:, None], patches // grid, patches % grid
-            ]
+            rows = torch.arange(len(images), device=images.device)[:, None]
+            cut = cut[rows, patches // grid, patches % grid]
         if colors is not None:  # cut is (B, K, C, p, p) here, with fewer pixels than the images
             mean, std = colors
             cut = cut.to(mean.dtype, copy=True).div_(255).sub_(mean).div_(std)
         weight = self.conv1.weight.flatten(1)  # (D, Cpp)
         x = F.linear(cut.flatten(2).to(weight.dtype), weight)  # (B, K, D)
         if replaced is not None:
-            sources, further = replaced
-            x = torch.cat([x, further.to(x.dtype).expand(len(x), 1, -1)], dim=1)
+            sources, replacement = replaced
+            x = torch.cat([x, replacement.to(x.dtype).expand(len(x), 1, -1)], dim=1)
             x = x.gather(1, sources[..., None].expand(-1, -1, x.shape[-1]))
-        places: Tensor = self.positional_embedding
+        positions: Tensor = self.positional_embedding
         if self.positions == "learned_2d":
-            places = tied_grid(places)
+            positions = average_grid(positions)
         if side != self.image_size:
-            places = fitted_grid(places, grid)
-        places = places.to(x.dtype)  # (P + 1, D)
-        first = (self.class_embedding.to(x.dtype) + places[0]).expand(x.shape[0], 1, -1)
-        x = x + (places[1:] if patches is None else F.embedding(patches, places[1:]))
+            positions = resize_grid(positions, grid)
+        positions = positions.to(x.dtype)  # (P + 1, D)
+        first = (self.class_embedding.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1)
+        x = x + (positions[1:] if patches is None else F.embedding(patches, positions[1:]))
         if self.pool == "distilled":
             second = self.distillation_embedding.to(x.dtype).expand(x.shape[0], 1, -1)
             first = torch.cat([first, second], dim=1)
@@ -580,7 +600,7 @@ class VisionTransformer(nn.Module):
             nn.init.zeros_(block.attn.out_proj.bias)
 
 
-def unit_halves(features: Tensor) -> Tensor:
+def normalize_halves(features: Tensor) -> Tensor:
     """Scale both halves of features (…, O) to unit norm, in at least float32.
 
     With a distillation token (DeiT, Touvron et al. 2021, https://arxiv.org/abs/2012.12877), the first half belongs
@@ -590,25 +610,26 @@ def unit_halves(features: Tensor) -> Tensor:
     return F.normalize(at_least_float32(features).unflatten(-1, (2, -1)), dim=-1).flatten(-2)
 
 
-def tied_grid(places: Tensor) -> Tensor:
+def average_grid(positions: Tensor) -> Tensor:
     """Project position embeddings (1 + side², width) to ViT's "2-D": a row's and a column's of half the width each.
 
     The first half is averaged along rows and the second half along columns, and so are the gradients. A tied table
     therefore stays tied, and an optimizer that does not depend on the gradients' scale updates it as it would one
     embedding for each row and column. The stored table is complete, so any format can hold it.
     """
-    side, half = math.isqrt(len(places) - 1), places.shape[1] // 2
-    grid = places[1:].unflatten(0, (side, side))  # (g, g, D)
+    side = math.isqrt(len(positions) - 1)
+    half = positions.shape[1] // 2
+    grid = positions[1:].unflatten(0, (side, side))  # (g, g, D)
     rows = grid[..., :half].mean(dim=1, keepdim=True).expand(-1, side, -1)
     columns = grid[..., half:].mean(dim=0, keepdim=True).expand(side, -1, -1)
-    return torch.cat([places[:1], torch.cat([rows, columns], dim=-1).flatten(0, 1)])
+    return torch.cat([positions[:1], torch.cat([rows, columns], dim=-1).flatten(0, 1)])
 
 
 @torch.no_grad()
-def tie_grid(places: Tensor, *, drawn: int) -> None:
+def tie_grid(positions: Tensor, *, drawn: int) -> None:
     """Tie random position embeddings in place and keep their deviation; ``drawn`` of a row's are independent."""
-    places.copy_(tied_grid(places))
-    places[1:] *= drawn**0.5
+    positions.copy_(average_grid(positions))
+    positions[1:] *= drawn**0.5
 
 
 def sincos_grid(side: int, width: int) -> Tensor:
@@ -619,7 +640,8 @@ def sincos_grid(side: int, width: int) -> Tensor:
     """
     frequencies = 10_000 ** -torch.linspace(0, 1, width // 4, dtype=torch.float64)
     angles = torch.arange(side, dtype=torch.float64)[:, None] * frequencies  # (g, D / 4)
-    x, y = angles.expand(side, -1, -1), angles[:, None].expand(-1, side, -1)  # (g, g, D / 4) each
+    x = angles.expand(side, -1, -1)  # (g, g, D / 4)
+    y = angles[:, None].expand(-1, side, -1)
     grid = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).flatten(0, 1)
     return F.pad(grid, (0, 0, 1, 0)).float()
 
@@ -640,7 +662,7 @@ class BagOfWordsTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode (B, L) int64, rows of start of text, words, end of text (the largest id), padding → (B, O)."""
-        weights = words_of(tokens).to(self.token_embedding.weight.dtype)
+        weights = mask_words(tokens).to(self.token_embedding.weight.dtype)
         mean = torch.einsum("bl,bld->bd", weights, self.token_embedding(tokens))
         out: Tensor = (mean / weights.sum(dim=-1, keepdim=True)) @ self.text_projection
         return out
@@ -652,10 +674,10 @@ class BagOfWordsTower(nn.Module):
         nn.init.normal_(self.text_projection, std=self.text_projection.shape[0] ** -0.5)
 
 
-def words_of(tokens: Tensor) -> Tensor:
+def mask_words(tokens: Tensor) -> Tensor:
     """Return (B, L) whether each token is a word: not start, end or padding; an empty text has its start."""
-    places = torch.arange(tokens.shape[1], device=tokens.device)
-    words = (places > 0) & (places < tokens.argmax(dim=-1, keepdim=True))
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    words = (positions > 0) & (positions < tokens.argmax(dim=-1, keepdim=True))
     words[:, 0] |= ~words.any(dim=-1)
     return words
 
@@ -669,7 +691,7 @@ class WordTableTower(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Encode (B, L) int64 as ``BagOfWordsTower`` does, or single words (B, 1) → (B, O)."""
-        weights = words_of(tokens).to(self.token_embedding.weight.dtype)
+        weights = mask_words(tokens).to(self.token_embedding.weight.dtype)
         vectors = F.normalize(self.token_embedding(tokens), dim=-1)  # (B, L, O)
         return torch.einsum("bl,blo->bo", weights, vectors) / weights.sum(dim=-1, keepdim=True)
 
@@ -710,7 +732,9 @@ class PooledEncoder(nn.Module):
         projection: str,
     ) -> None:
         super().__init__()
-        self.transformer, self.pad_id, self.pooling = encoder, pad_id, pooling
+        self.transformer = encoder
+        self.pad_id = pad_id
+        self.pooling = pooling
         if pooling != "pooler" and getattr(encoder, "pooler", None) is not None:
             encoder.register_module("pooler", None)
         self.proj: nn.Module = nn.Identity()
@@ -724,26 +748,27 @@ class PooledEncoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, L) int64 → (B, O)."""
-        visible = torch.ones_like(tokens) if self.pad_id is None else (tokens != self.pad_id).long()
+        visible = torch.ones_like(tokens)
+        if self.pad_id is not None:
+            visible = (tokens != self.pad_id).long()
         out = self.transformer(input_ids=tokens, attention_mask=visible)
         hidden = out.last_hidden_state  # (B, L, D)
         if self.pooling == "mean":
             pooled = (hidden * visible[..., None]).sum(dim=1) / visible.sum(dim=-1, keepdim=True)
+        elif self.pooling == "cls":
+            pooled = hidden[:, 0]
         else:
-            pooled = hidden[:, 0] if self.pooling == "cls" else out.pooler_output
+            pooled = out.pooler_output
         features: Tensor = self.proj(pooled)
         return features
 
 
-# Patch dropout of FLIP (Li et al. 2022, arXiv 2212.00794): a ViT trained on half of the patches costs about
-# half. With few patches it costs accuracy: of the quickstart's 16 patches, a quarter dropped gives 75.4% on
-# unseen fonts, half 20.1%, none 84.5% (bench/options.py, one seed).
-#
+# Patch dropout of FLIP (Li et al. 2022, arXiv 2212.00794): a ViT trained on half of the patches costs about half.
 # The patches are a function of a seed and an image's position in the global batch, in integer arithmetic: equal
 # on all devices, for any number of ranks and accumulation, and in a second pass over the same images.
 
 
-def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
+def draw_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
     """Draw ``keep`` of ``patches`` patches for each image uniformly.
 
     Args:
@@ -758,28 +783,27 @@ def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
     assert rows.dtype == torch.int64 and rows.ndim == 1, (rows.dtype, rows.shape)
     assert 1 <= keep <= patches, (keep, patches)
     # stable, so that all devices break ties alike
-    smallest = draws(seed=seed, rows=rows, count=patches).argsort(dim=1, stable=True)[:, :keep]
+    smallest = draw_numbers(seed=seed, rows=rows, count=patches).argsort(dim=1, stable=True)[:, :keep]
     return smallest.sort(dim=1).values
 
 
-def draws(*, seed: int, rows: Tensor, count: int) -> Tensor:
-    """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``kept_patches``."""
+def draw_numbers(*, seed: int, rows: Tensor, count: int) -> Tensor:
+    """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``draw_patches``."""
     numbers = torch.arange(1, count + 1, device=rows.device) * signed(STEP)  # as SplitMix64 counts
-    return mix_tensor(_keys(seed, rows)[:, None] + numbers)
+    return mix_tensor(_hash_rows(seed, rows)[:, None] + numbers)
 
 
-def chosen_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:
-    """Choose each row with a probability: (B,) bool; arguments as for ``kept_patches``."""
-    return _keys(seed, rows) < min(int((fraction - 0.5) * 2**64), 2**63 - 1)
+def draw_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:
+    """Choose each row with a probability: (B,) bool; arguments as for ``draw_patches``."""
+    return _hash_rows(seed, rows) < min(int((fraction - 0.5) * 2**64), 2**63 - 1)
 
 
-def _keys(seed: int, rows: Tensor) -> Tensor:
+def _hash_rows(seed: int, rows: Tensor) -> Tensor:
     """Hash a seed and rows to (B,) int64."""
     # mix a seed of any size to an int64, so that seeds and rows with the same sum give different keys
-    value, rest = 0, seed
-    while True:
-        value = mix((value + rest + STEP) & MASK)
-        rest >>= 64
-        if rest in (0, -1):
-            break
-    return mix_tensor(rows + signed(value))
+    key = mix((seed + STEP) & MASK)
+    seed >>= 64
+    while seed not in (0, -1):
+        key = mix((key + seed + STEP) & MASK)
+        seed >>= 64
+    return mix_tensor(rows + signed(key))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import SupportsIndex
 
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import in_parallel
-from clipkit.model.tokenizer import Tokenizer, list_of_strings
+from clipkit.model.cpu import run_parallel
+from clipkit.model.tokenizer import Tokenizer, convert_strings
 
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)
 _SHOWN = 80  # characters of a class name in a message
@@ -50,30 +51,37 @@ def zero_shot_classifier(
             class names have the same tokens in every prompt.
         ConfigError: ``batch_size`` is not a positive integer.
     """
-    for what, given in (("class_names", class_names), ("templates", templates)):
-        if isinstance(given, str):
-            raise DataError(f"{what} must be a list, not the one string {given!r}")
-    names, places = list_of_strings(class_names, "class_names"), list_of_strings(templates, "templates")
-    if not names or not places:
+    for name, value in (("class_names", class_names), ("templates", templates)):
+        if isinstance(value, str):
+            raise DataError(f"{name} must be a list, not the one string {value!r}")
+    names = convert_strings(class_names, "class_names")
+    templates = convert_strings(templates, "templates")
+    if not names or not templates:
         raise DataError("a zero-shot classifier needs at least one class name and one template")
     if model.architecture.text.classes:
-        places = ["{c}"]
-    prompts = [[fill_template(template, name) for template in places] for name in names]
-    if not allow_indistinguishable and (same := indistinguishable_classes(model.tokenizer, prompts)):
-        first, second = (repr(names[number][:_SHOWN]) for number in same[0][:2])
-        others = sum(map(len, same)) - 2
-        more = f" (so do {others:,} more names)" if others else ""
-        raise DataError(
-            f"class names {first} and {second} have the same tokens in every prompt{more}, so the model cannot "
-            "tell them apart: remove one, or rename it"
-        )
-    every = [prompt for own in prompts for prompt in own]
-    features = encode_prompts(model, every, batch_size=batch_size)  # (C * T, O)
-    per_class = features.view(len(names), len(places), -1).mean(dim=1)  # (C, O)
+        templates = ["{c}"]
+    prompts = [[fill_template(template, name) for template in templates] for name in names]
+    if not allow_indistinguishable:
+        _check_distinguishable(model.tokenizer, names, prompts)
+    features = encode_prompts(model, list(chain.from_iterable(prompts)), batch_size=batch_size)  # (C * T, O)
+    per_class = features.view(len(names), len(templates), -1).mean(dim=1)  # (C, O)
     return F.normalize(per_class, dim=-1).T.contiguous()
 
 
-def indistinguishable_classes(
+def _check_distinguishable(tokenizer: Tokenizer, names: list[str], prompts: list[list[str]]) -> None:
+    groups = find_indistinguishable_classes(tokenizer, prompts)
+    if not groups:
+        return
+    first, second = [repr(names[i][:_SHOWN]) for i in groups[0][:2]]
+    others = sum(map(len, groups)) - 2
+    more = f" (so do {others:,} more names)" if others else ""
+    raise DataError(
+        f"class names {first} and {second} have the same tokens in every prompt{more}, so the model cannot "
+        "tell them apart: remove one, or rename it"
+    )
+
+
+def find_indistinguishable_classes(
     tokenizer: Tokenizer, prompts: Sequence[Sequence[str]]
 ) -> list[tuple[int, ...]]:
     """Find the classes that a model cannot tell apart, because all their prompts have the same tokens.
@@ -88,22 +96,23 @@ def indistinguishable_classes(
     Returns:
         Groups of two classes or more, by number in increasing order.
     """
-    keys: list[tuple[int, ...]] = [(len(own),) for own in prompts]  # equal for classes that agree so far
+    # equal for classes that agree so far
+    keys: list[tuple[int, ...]] = [(len(texts),) for texts in prompts]
     for template in range(max(map(len, prompts), default=0)):
         sizes = Counter(keys)
         left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
         if not left:
             break
-        tokens = token_numbers(tokenizer, [prompts[i][template] for i in left])
-        for i, own in zip(left, tokens, strict=True):
-            keys[i] = (*keys[i], own)
+        numbers = number_texts(tokenizer, [prompts[i][template] for i in left])
+        for i, number in zip(left, numbers, strict=True):
+            keys[i] = (*keys[i], number)
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, key in enumerate(keys):
         groups.setdefault(key, []).append(i)
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def token_numbers(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+def number_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
     """Number texts by their tokens: texts with the same number are identical to the model."""
     numbers: dict[bytes, int] = {}
     return [numbers.setdefault(row.tobytes(), len(numbers)) for row in tokenizer(texts).numpy()]
@@ -117,9 +126,9 @@ def check_batch_size(batch_size: int) -> None:
 
 def fill_template(template: str, name: str) -> str:
     """Insert a class name into a template; other braces are kept."""
-    for place in ("{c}", "{}"):
-        if place in template:
-            return template.replace(place, name)
+    for placeholder in ("{c}", "{}"):
+        if placeholder in template:
+            return template.replace(placeholder, name)
     raise DataError(f"template {template!r} has no {{c}} where the class name goes")
 
 
@@ -132,7 +141,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
         ConfigError: ``batch_size`` is not a positive integer.
     """
     check_batch_size(batch_size)
-    prompts = list_of_strings(prompts, "texts")
+    prompts = convert_strings(prompts, "texts")
     device = model.logit_scale.device
     distinct = list(dict.fromkeys(prompts))
     # batches of similar lengths, as a batch is padded to its longest
@@ -140,9 +149,9 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
     rows: dict[str, Tensor] = {}
     starts = range(0, len(by_length), batch_size)
     batches = [[distinct[i] for i in by_length[start : start + batch_size]] for start in starts]
-    with evaluating(model):
+    with evaluation_mode(model):
         tokens = (model.tokenizer(texts).to(device) for texts in batches)
-        for texts, features in zip(batches, in_parallel(model, model.encode_text, tokens), strict=True):
+        for texts, features in zip(batches, run_parallel(model, model.encode_text, tokens), strict=True):
             rows.update(zip(texts, features.float(), strict=True))
     if not rows:
         return torch.zeros(0, model.dim, device=device)
@@ -150,7 +159,7 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model in evaluation mode, and restore the mode of each of its modules afterwards."""
     training = [module for module in model.modules() if module.training]
     if training:
@@ -163,7 +172,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def with_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
+def attach_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
     """Replace the text tower by a classification head with the given rows.
 
     With the rows of a zero-shot classifier it predicts like that classifier, as in WiSE-FT (Wortsman et al. 2022,

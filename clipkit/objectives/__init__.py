@@ -72,8 +72,8 @@ def check_objectives(config: Config) -> None:
     for name, kind in OBJECTIVES.items():
         if is_dataclass(kind) and name != config.loss.name:
             for entry in fields(kind):
-                value, used = getattr(config.objectives[name], entry.name), f"loss.name={name}"
-                require_use(f"{name}.{entry.name}", value, used, value == entry.default)
+                value = getattr(config.objectives[name], entry.name)
+                require_use(f"{name}.{entry.name}", value, f"loss.name={name}", value == entry.default)
     select_objective(config).check(config)
     for term in config.terms.values():
         term.check(config)

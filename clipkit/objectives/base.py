@@ -110,7 +110,7 @@ class Objective(Section):
         fraction of images with one that are closer to their own.
         """
         texts, negatives = split_negatives(texts, targets.negatives)
-        to_text, to_image = in_batch_recall(images, texts, targets.identities).tolist()
+        to_text, to_image = compute_recall(images, texts, targets.identities).tolist()
         figures = {"image_to_text_R@1": to_text, "text_to_image_R@1": to_image}
         if negatives is not None:
             wrong, has_negative = negatives
@@ -136,11 +136,13 @@ class Objective(Section):
 
     def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
         """Return the number of text features with which each image is compared."""
-        return batch_size
+        return text.vocab_size if self.all_texts else batch_size
 
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit; overrides call this one too."""
-        loss, distill, model = config.loss, config.distill, config.model
+        loss = config.loss
+        distill = config.distill
+        model = config.model
         name = f"loss.name={loss.name}"
         alone = f"cannot be combined with {name}"
         if not self.uses_same:
@@ -240,16 +242,14 @@ class Term(Section):
         Args:
             model: the model.
             images: (R, C, S, S) uint8, R of the B rows.
-            tokens: those that ``CLIP.forward`` returns with ``with_tokens``; empty unless ``reads_tokens``.
+            tokens: those that ``CLIP.forward`` returns with ``return_tokens``; empty unless ``reads_tokens``.
             **inputs: R rows of each of ``inputs``.
         """
         raise NotImplementedError
 
 
 @torch.no_grad()
-def in_batch_recall(
-    image_features: Tensor, text_features: Tensor, identities: Tensor | None = None
-) -> Tensor:
+def compute_recall(image_features: Tensor, text_features: Tensor, identities: Tensor | None = None) -> Tensor:
     """Return the fraction of images with their own text as the nearest of the global batch, and the same for texts.
 
     A tie (a lead below 8 epsilon of the dtype, 1e-6 in float32) counts as wrong, so the recall of equal features is
@@ -276,12 +276,14 @@ def in_batch_recall(
         best_by_row = images.new_empty(len(images))
         best_by_column = images.new_full((batch.size,), -torch.inf)
         for tile, cosines in tiles(images, batch.gather(texts), images.new_ones(())):
-            diagonal = cosines.diagonal(batch.own.start + tile.start)
+            diagonal = cosines.diagonal(batch.local_rows.start + tile.start)
             pair_cosines[tile] = diagonal
             pairs.fill_ignored(cosines, tile, -torch.inf)
             diagonal.fill_(-torch.inf)
             best_by_row[tile] = cosines.amax(1)
             best_by_column = torch.maximum(best_by_column, cosines.amax(0))
-        others = torch.stack([best_by_row, greatest_over_ranks(best_by_column)[batch.own]])  # (2, B)
-        right = pair_cosines - others > _ROUNDING * torch.finfo(others.dtype).eps
-        return sum_over_ranks(right.sum(1).to(others.dtype)) / batch.size
+        best_others = torch.stack(
+            [best_by_row, greatest_over_ranks(best_by_column)[batch.local_rows]]
+        )  # (2, B)
+        right = pair_cosines - best_others > _ROUNDING * torch.finfo(best_others.dtype).eps
+        return sum_over_ranks(right.sum(1).to(best_others.dtype)) / batch.size

@@ -12,7 +12,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, Decoder
 from clipkit.model.clip import CLIP
 from clipkit.model.decoder import TextInput
-from clipkit.model.towers import chosen_rows
+from clipkit.model.towers import draw_rows
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 
@@ -64,21 +64,24 @@ class Caption(Term):
     def check(self, config: Config) -> None:
         super().check(config)
         if self.feed != "tokens":
-            data, alone = config.data, f"cannot be combined with caption.feed={self.feed}"
+            data = config.data
+            alone = f"cannot be combined with caption.feed={self.feed}"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
         """Return a decoder as wide as the text tower, or as the image tower beside other text towers."""
         length = max(1, min(self.length, shape.text.context_length - 1))
-        if (decoder := shape.decoder) is not None:
+        decoder = shape.decoder
+        if decoder is not None:
             if self.feed != decoder.feed or self.layers not in (0, decoder.layers) or self.parallel:
                 raise ConfigError(
                     f"{model.label} has a decoder of {decoder.layers} layers: set caption.feed = "
                     f"{decoder.feed!r}, and neither caption.layers nor caption.parallel"
                 )
             return {"decoder": replace(decoder, context_length=length)}
-        like, vocabulary = shape.text.plain or shape.vision.plain, shape.text.caption_vocabulary
+        like = shape.text.plain or shape.vision.plain
+        vocabulary = shape.text.caption_vocabulary
         if shape.vision.plain is None or like is None or not vocabulary:
             raise ConfigError(
                 f"caption.weight = {self.weight} requires clipkit's own image tower and text tower, not "
@@ -90,8 +93,8 @@ class Caption(Term):
             )
         layers = self.layers or max(1, like.layers // 2)
         if self.feed == "shared" and like.layers % layers:
-            every = f"expected a divisor of the text tower's {like.layers} layers with caption.feed=shared"
-            raise ConfigError(f"caption.layers = {layers} is invalid: {every}")
+            expected = f"expected a divisor of the text tower's {like.layers} layers with caption.feed=shared"
+            raise ConfigError(f"caption.layers = {layers} is invalid: {expected}")
         decoder = Decoder(
             width=like.width,
             layers=layers,
@@ -104,7 +107,7 @@ class Caption(Term):
         )
         heads: dict[str, Any] = {"decoder": decoder}
         if self.feed == "shared" and not model.weights:
-            heads["text"] = shape.text.with_attention(causal=False)
+            heads["text"] = shape.text.replace_attention(causal=False)
         return heads
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
@@ -112,8 +115,7 @@ class Caption(Term):
         batch = draw.batch
         inputs: dict[str, Any] = {"captions": batch.tokens, "lengths": batch.lengths}
         if self.parallel:
-            rows = batch.rows
-            inputs["parallel"] = chosen_rows(seed=draw.seed, rows=rows, fraction=self.parallel)
+            inputs["parallel"] = draw_rows(seed=draw.seed, rows=batch.rows, fraction=self.parallel)
         return inputs, sum(min(length - 1, self.length) for length in batch.lengths)
 
     def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from clipkit.config import Config, DistillConfig, require
 from clipkit.distributed import sum_over_ranks
-from clipkit.model.architectures import TextArchitecture
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.distill import Teaching
@@ -34,8 +33,8 @@ class Classes(Objective):
         """
         with torch.autocast(outputs.images.device.type, enabled=False):
             images, logits = _logits(outputs)
-            labels, smoothing = targets.tokens[:, 0], targets.smoothing
-            losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=smoothing)
+            labels = targets.tokens[:, 0]
+            losses = F.cross_entropy(logits, labels, reduction="none", label_smoothing=targets.smoothing)
             return mean_over_rows(losses, images)
 
     def divergence(self, outputs: Outputs, teaching: Teaching, distill: DistillConfig) -> Tensor:
@@ -73,11 +72,8 @@ class Classes(Objective):
 
     def floor(self, targets: Targets, text_rows: int) -> float:
         """Return the entropy of a smoothed label."""
-        one, classes = torch.tensor([1.0, text_rows], dtype=torch.float64)
-        return target_entropy(one, classes, targets.smoothing).item()
-
-    def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
-        return len(text.classes)
+        positives, classes = torch.tensor([1.0, text_rows], dtype=torch.float64)
+        return target_entropy(positives, classes, targets.smoothing).item()
 
     def check(self, config: Config) -> None:
         super().check(config)

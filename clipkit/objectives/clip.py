@@ -20,11 +20,11 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     PositivePairs,
     check_features,
-    counts_alike,
+    count_alike,
     positive_pairs,
     row_sums,
-    softmaxes,
     split_negatives,
+    sum_softmaxes,
     target_entropy,
     tiles,
 )
@@ -84,9 +84,11 @@ def clip_loss(
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         batch = GlobalBatch(images)
         pairs = positive_pairs(batch, images, identities, same)
-        wrong, has = (None, None) if negatives is None else (at_least_float32(negatives[0]), negatives[1])
+        wrong, has_negative = (
+            (None, None) if negatives is None else (at_least_float32(negatives[0]), negatives[1])
+        )
         loss: Tensor = _Contrastive.apply(
-            images, texts, logit_scale.to(images.dtype), wrong, has, batch, pairs, smoothing
+            images, texts, logit_scale.to(images.dtype), wrong, has_negative, batch, pairs, smoothing
         )
         return loss
 
@@ -101,7 +103,7 @@ class _Contrastive(torch.autograd.Function):
         texts: Tensor,
         scale: Tensor,
         wrong: Tensor | None,
-        has: Tensor | None,
+        has_negative: Tensor | None,
         batch: GlobalBatch,
         pairs: PositivePairs,
         smoothing: float,
@@ -110,20 +112,22 @@ class _Contrastive(torch.autograd.Function):
         by_row = images.new_empty(2, len(images))
         columns = ColumnSums(len(all_texts), images)
         for tile, logits in tiles(images, all_texts, scale):
-            pairs.read(logits, tile)
+            pairs.record_logits(logits, tile)
             pairs.fill_ignored(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
             columns.add(logits)
         by_column, _ = columns.combine_ranks()  # (2, N)
         logits_wrong = None
-        if wrong is not None and has is not None:
-            logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has, _NONE)
+        if wrong is not None and has_negative is not None:
+            logits_wrong = (scale * (images * wrong).sum(1)).masked_fill(~has_negative, _NONE)
             greatest = torch.maximum(by_row[0], logits_wrong)
             by_row[1].mul_((by_row[0] - greatest).exp()).add_((logits_wrong - greatest).exp())
             by_row[0] = greatest
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
-        ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
-        text_sums = by_column[:, batch.own]  # (2, B)
+        ctx.batch = batch
+        ctx.pairs = pairs
+        ctx.smoothing = smoothing
+        text_sums = by_column[:, batch.local_rows]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:
             mean_image = sum_over_ranks(images.sum(0)) / batch.size
@@ -141,7 +145,7 @@ class _Contrastive(torch.autograd.Function):
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
         for tile, logits in tiles(images, all_texts, scale):
             ctx.pairs.fill_ignored(logits, tile, _NONE)
-            slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
+            slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             if ctx.smoothing:
                 slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
             ctx.pairs.subtract_targets(slopes, tile)
@@ -183,7 +187,7 @@ class Clip(Objective):
 
         m is N unless ``same`` is "ignored".
         """
-        _, compared = counts_alike(targets.identities, targets.same)
+        _, compared = count_alike(targets.identities, targets.same)
         return compared.log().mean().item()
 
     def floor(self, targets: Targets, text_rows: int) -> float:
@@ -194,5 +198,5 @@ class Clip(Objective):
         """
         if targets.same == "ignored":
             return 0.0
-        alike, compared = counts_alike(targets.identities, targets.same)
+        alike, compared = count_alike(targets.identities, targets.same)
         return target_entropy(alike, compared, targets.smoothing).mean().item()

@@ -17,7 +17,7 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     check_features,
     row_sums,
-    softmaxes,
+    sum_softmaxes,
     tiles,
 )
 
@@ -117,7 +117,7 @@ class _Divergence(torch.autograd.Function):
         ctx.batch = batch
         by_images = row_means + _logarithm(by_row) - _logarithm(teacher_by_row)
         by_texts = column_means + _logarithm(by_column) - _logarithm(teacher_by_column)
-        return batch.mean(by_images + by_texts[batch.own]) / 2
+        return batch.mean(by_images + by_texts[batch.local_rows]) / 2
 
     @staticmethod
     @once_differentiable
@@ -131,8 +131,8 @@ class _Divergence(torch.autograd.Function):
             tiles(teacher_images, all_teacher_texts, teacher_scale),
             strict=True,
         ):
-            slopes = softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
-            slopes -= softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)
+            slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
+            slopes -= sum_softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)
             feature_gradients.add(slopes, tile)
         return *feature_gradients.combine_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
 

@@ -11,7 +11,7 @@ from clipkit.config import Config, require_use
 from clipkit.model.architectures import PixelTower
 from clipkit.model.clip import CLIP
 from clipkit.model.pixels import PixelTransformer
-from clipkit.model.towers import kept_patches
+from clipkit.model.towers import draw_patches
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 
@@ -44,13 +44,14 @@ class ImageGpt(Term):
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
         """Return the arguments of ``PixelTransformer.nll`` and the number of predicted pixels."""
-        batch, vision = draw.batch, draw.shape.vision
+        batch = draw.batch
+        vision = draw.shape.vision
         assert isinstance(vision, PixelTower)
         pixels = vision.image_size**2
         if vision.causal:
             return {}, len(batch.images) * pixels
-        rows, keep = batch.rows, max(1, round(self.fraction * pixels))
-        chosen = kept_patches(seed=draw.seed, rows=rows, patches=pixels, keep=keep)
+        keep = max(1, round(self.fraction * pixels))
+        chosen = draw_patches(seed=draw.seed, rows=batch.rows, patches=pixels, keep=keep)
         return {"chosen": chosen}, chosen.numel()
 
     def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:

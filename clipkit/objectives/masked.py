@@ -12,7 +12,7 @@ from clipkit.config import Config, ModelConfig, require, require_use
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.masked import corrupted
+from clipkit.model.masked import corrupt_patches
 from clipkit.model.towers import VisionTransformer
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
@@ -70,7 +70,7 @@ class Masked(Term):
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
         """Return the arguments of ``MaskedPatchHead.nll`` and the number of predicted patches."""
         batch = draw.batch
-        inputs: dict[str, Any] = corrupted(
+        inputs: dict[str, Any] = corrupt_patches(
             batch.images,
             target=self.target,
             side=draw.shape.vision.size_step,
@@ -81,9 +81,8 @@ class Masked(Term):
         if self.target == "features":
             tokens = draw.teach().tokens
             assert tokens is not None
-            index = (inputs["chosen"] + 1)[..., None].expand(
-                -1, -1, tokens.shape[-1]
-            )  # after the class token
+            # after the class token
+            index = (inputs["chosen"] + 1)[..., None].expand(-1, -1, tokens.shape[-1])
             inputs["labels"] = F.layer_norm(tokens.gather(1, index).float(), tokens.shape[-1:])
         return inputs, inputs["chosen"].numel()
 

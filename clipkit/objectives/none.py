@@ -29,5 +29,5 @@ class NoComparison(Objective):
     def check(self, config: Config) -> None:
         super().check(config)
         at_once = any(not term.after for term in config.terms.values())
-        wanted = "requires a term from the first step, such as caption.weight=1"
-        require(at_once, "loss.name", config.loss.name, wanted)
+        expected = "requires a term from the first step, such as caption.weight=1"
+        require(at_once, "loss.name", config.loss.name, expected)

@@ -18,7 +18,7 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     PositivePairs,
     check_features,
-    counts_alike,
+    count_alike,
     positive_pairs,
     split_negatives,
     tiles,
@@ -67,9 +67,9 @@ def siglip_loss(
         pairs = positive_pairs(batch, images, identities, same)
         loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, batch, pairs, torch.is_grad_enabled())
         if negatives is not None:
-            wrong, has = negatives
+            wrong, has_negative = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
-            row_losses = F.softplus(logits, threshold=_LINEAR) * has  # (B,)
+            row_losses = F.softplus(logits, threshold=_LINEAR) * has_negative  # (B,)
             here = row_losses.sum() * batch.weight  # has the gradient, which ranks average
             loss = loss + batch.mean(row_losses.detach()) + (here - here.detach())
         return loss
@@ -94,7 +94,8 @@ class _Sigmoid(torch.autograd.Function):
         differentiated: bool,
     ) -> Tensor:
         all_texts = batch.gather(texts)  # (N, O)
-        row_losses, grad_bias = images.new_empty(len(images)), torch.zeros_like(bias)
+        row_losses = images.new_empty(len(images))
+        grad_bias = torch.zeros_like(bias)
         feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for tile, logits in tiles(images, all_texts, scale):
             wrong = logits.add_(bias)  # (R, N) −z · logits
@@ -138,15 +139,22 @@ class SigLip(Objective):
         images, texts, scale, bias = outputs
         assert bias is not None
         texts, negatives = split_negatives(texts, targets.negatives)
-        identities, same = targets.identities, targets.same
-        return siglip_loss(images, texts, scale, bias, identities=identities, same=same, negatives=negatives)
+        return siglip_loss(
+            images,
+            texts,
+            scale,
+            bias,
+            identities=targets.identities,
+            same=targets.same,
+            negatives=negatives,
+        )
 
     def chance(self, targets: Targets, text_rows: int) -> float:
         """Return M / N times the entropy of p, the fraction of positives among the M classifications of N images.
 
         A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
         """
-        alike, compared = counts_alike(targets.identities, targets.same)
+        alike, compared = count_alike(targets.identities, targets.same)
         positives = len(alike) if targets.same == "ignored" else alike.sum().item()
         classified = compared.sum().item()
         p = positives / classified

@@ -43,7 +43,7 @@ class GlobalBatch:
         self._counts = counts_of_rows(len(rows))
         self.size = sum(self._counts)  # N
         first = sum(self._counts[: rank()])
-        self.own = slice(first, first + len(rows))  # this rank's among all
+        self.local_rows = slice(first, first + len(rows))  # this rank's among all
 
     def gather(self, rows: Tensor) -> Tensor:
         """Return all ranks' (N, …) rows from each rank's (B, …); no gradient."""
@@ -114,7 +114,8 @@ class ColumnSums:
 
     def add(self, logits: Tensor, *values: Tensor) -> None:
         """Add an (R, N) tile, which is overwritten, and values of the same shape."""
-        before, self._greatest = self._greatest, torch.maximum(self._greatest, logits.amax(0))
+        before = self._greatest
+        self._greatest = torch.maximum(before, logits.amax(0))
         self._totals.mul_((before - self._greatest).exp_())
         exponentials = logits.sub_(self._greatest).exp_()
         self._totals[0] += exponentials.sum(0)
@@ -128,7 +129,7 @@ class ColumnSums:
         return torch.stack([greatest, totals[0]]), totals[1:] / totals[0]
 
 
-def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
+def sum_softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
     """Return softmax by row plus softmax by column of an (R, N) tile, which is overwritten.
 
     Args:
@@ -136,8 +137,8 @@ def softmaxes(logits: Tensor, by_row: Tensor, by_column: Tensor) -> Tensor:
         by_row: (2, R) from ``row_sums``.
         by_column: (2, N) from ``ColumnSums``.
     """
-    both = (logits - by_row[0, :, None]).exp_().mul_(by_row[1, :, None].reciprocal())
-    return both.addcmul_(logits.sub_(by_column[0]).exp_(), by_column[1].reciprocal())
+    total = (logits - by_row[0, :, None]).exp_().mul_(by_row[1, :, None].reciprocal())
+    return total.addcmul_(logits.sub_(by_column[0]).exp_(), by_column[1].reciprocal())
 
 
 class FeatureGradients:
@@ -155,7 +156,10 @@ class FeatureGradients:
     def __init__(
         self, batch: GlobalBatch, images: Tensor, all_texts: Tensor, scale: Tensor, needed: tuple[bool, ...]
     ) -> None:
-        self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
+        self._batch = batch
+        self._images = images
+        self._all_texts = all_texts
+        self._scale = scale
         self._needed = needed
         # the gradient of the scale follows from either one
         self._grad_images = torch.empty_like(images) if needed[0] or not needed[1] else None
@@ -175,7 +179,7 @@ class FeatureGradients:
         else:
             assert self._grad_texts is not None
             grad_scale = (self._grad_texts * self._all_texts).sum()
-        grad_images, grad_texts = None, None
+        grad_images = grad_texts = None
         if self._needed[0] and self._grad_images is not None:
             grad_images = self._grad_images.mul_(factor * self._scale)
         if self._grad_texts is not None:
@@ -238,7 +242,7 @@ def positive_pairs(
 class PositivePairs:
     """The texts that belong to each image: its own, and with "positives" all that are the same, with equal weights.
 
-    A loss calls ``read`` for all tiles of logits, then ``mean_targets``, and only then ``subtract_targets``.
+    A loss calls ``record_logits`` for all tiles, then ``mean_targets``, and only then ``subtract_targets``.
     """
 
     _all_weights: Tensor  # (N,)
@@ -258,9 +262,8 @@ class PositivePairs:
             self._all_identities = batch.gather(identities)
         if same == "positives":
             self._column_sums = features.new_zeros(batch.size)
-            self._weights = torch.empty_like(
-                self._row_sums
-            )  # number of an image's texts, later its reciprocal
+            # number of an image's texts, later its reciprocal
+            self._weights = torch.empty_like(self._row_sums)
 
     def mask(self, tile: slice) -> Tensor:
         """Return (R, N) whether an image and a text show the same thing."""
@@ -272,9 +275,9 @@ class PositivePairs:
     def fill_ignored(self, logits: Tensor, tile: slice, filling: float) -> None:
         """Write ``filling`` where an image and a text are neither positive nor negative."""
         if self._same == "ignored":
-            others = self.mask(tile)
-            self._diagonal(others, tile).fill_(False)
-            logits.masked_fill_(others, filling)
+            alike = self.mask(tile)
+            self._diagonal(alike, tile).fill_(False)
+            logits.masked_fill_(alike, filling)
 
     def negate(self, values: Tensor, tile: slice) -> None:
         """Change the sign of positive pairs."""
@@ -283,8 +286,8 @@ class PositivePairs:
         else:
             self._diagonal(values, tile).neg_()
 
-    def read(self, logits: Tensor, tile: slice) -> None:
-        """Read the logits of positive pairs."""
+    def record_logits(self, logits: Tensor, tile: slice) -> None:
+        """Record the sums of the logits of positive pairs by row and column."""
         if self._same != "positives":
             self._row_sums[tile] = self._diagonal(logits, tile)
             return
@@ -299,7 +302,7 @@ class PositivePairs:
         if self._same != "positives":
             return self._row_sums * 2
         self._all_weights = self._batch.gather(self._weights.reciprocal_())
-        column_sums = sum_over_ranks(self._column_sums)[self._batch.own]
+        column_sums = sum_over_ranks(self._column_sums)[self._batch.local_rows]
         return (self._row_sums + column_sums) * self._weights  # as many images as texts are the same
 
     def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
@@ -312,7 +315,7 @@ class PositivePairs:
         slopes.addcmul_(same, self._all_weights, value=-1)
 
     def _diagonal(self, values: Tensor, tile: slice) -> Tensor:
-        return values.diagonal(self._batch.own.start + tile.start)
+        return values.diagonal(self._batch.local_rows.start + tile.start)
 
 
 def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Tensor:
@@ -328,7 +331,7 @@ def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Ten
     return -(positives * positive.xlogy(positive) + (compared - positives) * rest.xlogy(rest))
 
 
-def counts_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
+def count_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
     """Count, for each pair of the global batch, the pairs that are the same and the pairs it is compared with.
 
     All ranks call it together. No N × N table is created.

@@ -24,7 +24,7 @@ from clipkit.distributed import counts_of_rows, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import at_least_float32, draws, widest_dtype
+from clipkit.model.towers import at_least_float32, draw_numbers, widest_dtype
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
@@ -75,7 +75,8 @@ class Views(Term):
         require_use("views.weight", self.weight, "optim.average", bool(config.optim.average))
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
-        step, largest = shape.vision.size_step, shape.vision.image_size
+        step = shape.vision.size_step
+        largest = shape.vision.image_size
         if not step:
             raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
         fitting = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
@@ -84,16 +85,17 @@ class Views(Term):
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
         """Return the arguments of ``total`` and the number of images."""
-        teaching, images = draw.teach(), draw.batch.images
+        teaching = draw.teach()
+        images = draw.batch.images
         rows = draw.batch.rows
         texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
         inputs = {
-            "boxes": drawn_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
-            "whole": teaching.images,
+            "boxes": draw_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
+            "teacher_images": teaching.images,
             # the same for all images: (B, …) without memory, as arguments have a row for each image
             "texts": texts.expand(len(images), -1, -1),
             "scales": teaching.scale.expand(len(images)),
-            "sides": [view_side(self, draw.shape, image_size=images.shape[-1])] * len(images),
+            "sides": [select_view_side(self, draw.shape, image_size=images.shape[-1])] * len(images),
         }
         return inputs, len(images)
 
@@ -104,25 +106,25 @@ class Views(Term):
             model: the model, with an image tower that encodes other sizes.
             images: (B, 3, S, S) uint8.
             tokens: not used.
-            **inputs: ``boxes`` (B, V, 4), see ``drawn_boxes``, and the teacher's features of the whole images,
-                ``whole`` (B, O); the same for each image are the teacher's features of all texts, ``texts``
-                (B, N, O), its exp(t), ``scales`` (B,), and s, ``sides``.
+            **inputs: ``boxes`` (B, V, 4), see ``draw_boxes``, and the teacher's features of the whole images,
+                ``teacher_images`` (B, O); the same for each image are the teacher's features of all texts,
+                ``texts`` (B, N, O), its exp(t), ``scales`` (B,), and s, ``sides``.
         """
         boxes = inputs["boxes"]
-        crops = views(images, boxes, side=inputs["sides"][0]).flatten(0, 1)  # (BV, 3, s, s)
+        crops = cut_views(images, boxes, side=inputs["sides"][0]).flatten(0, 1)  # (BV, 3, s, s)
         mean, std = model.colors
         features = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
         features = features.unflatten(0, boxes.shape[:2])
-        return divergence(features, inputs["whole"], inputs["texts"][0], inputs["scales"][0])
+        return divergence(features, inputs["teacher_images"], inputs["texts"][0], inputs["scales"][0])
 
 
-def view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
+def select_view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
     """Return the side of a view: the setting, or half of the image's in whole patches; at most the image's."""
     step = shape.vision.size_step
     return min(image_size, settings.size or max(step, image_size // 2 // step * step))
 
 
-def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:
+def draw_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -> Tensor:
     """Draw boxes in images: (B, V, 4) float32 left, top, width and height, as fractions of the image's side.
 
     The area is uniform, the logarithm of the aspect ratio too (3/4 to 4/3), and so is the place.
@@ -133,7 +135,7 @@ def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -
         count: V.
         area: least and greatest area of a box, as fractions of the image's.
     """
-    numbers = draws(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
+    numbers = draw_numbers(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
     uniform = ((numbers >> 11) & (2**53 - 1)).to(widest_dtype(rows.device)).div_(2**53)
     sizes, aspects, lefts, tops = uniform.unbind(-1)
     sizes = area[0] + (area[1] - area[0]) * sizes
@@ -143,18 +145,20 @@ def drawn_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) -
     return torch.stack([lefts * (1 - widths), tops * (1 - heights), widths, heights], dim=-1).float()
 
 
-def views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
+def cut_views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     """Cut boxes out of uint8 images, and resize them bilinearly to (B, V, 3, s, s) float32 from 0 to 255."""
     count = boxes.shape[1]
-    places = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels
-    x, y = (2 * (boxes[..., i, None] + boxes[..., i + 2, None] * places) - 1 for i in (0, 1))  # (B, V, s)
+    centers = (torch.arange(side, device=images.device) + 0.5) / side  # centers of pixels
+    left, top, width, height = boxes[..., None].unbind(dim=2)  # (B, V, 1) each
+    x = 2 * (left + width * centers) - 1  # (B, V, s)
+    y = 2 * (top + height * centers) - 1
     grid = torch.stack(torch.broadcast_tensors(x[:, :, None], y[..., None]), dim=-1)  # (B, V, s, s, 2)
     cut = F.grid_sample(images.float(), grid.flatten(1, 2), padding_mode="border", align_corners=False)
     crops: Tensor = cut.unflatten(2, (count, side)).transpose(1, 2)  # from (B, 3, Vs, s)
     return crops
 
 
-def divergence(features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+def divergence(features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
     """Sum over images the mean over views of KL(softmax(scale · texts · whole) ‖ softmax(scale · texts · view)).
 
     Gradients are computed in the forward pass, a tile of images at a time.
@@ -170,19 +174,20 @@ def divergence(features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) ->
     """
     with torch.autocast(features.device.type, enabled=False):
         features = at_least_float32(features)
-        taught = [tensor.detach().to(features.dtype) for tensor in (whole, texts, scale)]
+        taught = [tensor.detach().to(features.dtype) for tensor in (images, texts, scale)]
         total: Tensor = _Divergence.apply(features, *taught)
         return total
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
-        total, gradient = features.new_zeros(()), torch.empty_like(features)
+    def forward(ctx: FunctionCtx, features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+        total = features.new_zeros(())
+        gradient = torch.empty_like(features)
         rows = max(1, _LOGITS // (features.shape[1] * len(texts)))
         for start in range(0, len(features), rows):
             tile = slice(start, start + rows)
-            teacher = (scale * whole[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
+            teacher = (scale * images[tile] @ texts.T).log_softmax(dim=-1)[:, None]  # (R, 1, N)
             student = (scale * features[tile] @ texts.T).log_softmax(dim=-1)  # (R, V, N)
             total += (teacher.exp() * (teacher - student)).sum()
             gradient[tile] = scale * (student.exp_() - teacher.exp()) @ texts

@@ -12,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from clipkit.config import Config, require
 from clipkit.distributed import sum_over_ranks
-from clipkit.model.architectures import TextArchitecture
-from clipkit.model.towers import at_least_float32, widest_dtype, words_of
+from clipkit.model.towers import at_least_float32, mask_words, widest_dtype
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import mean_over_rows, tile_height
 
@@ -66,9 +65,6 @@ class Words(Objective):
         total, count = sum_over_ranks(sums).tolist()
         return float(total / count)
 
-    def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
-        return text.words
-
     def check(self, config: Config) -> None:
         super().check(config)
         require(config.model.over_words, "loss.name", config.loss.name, "requires model.text=words")
@@ -84,7 +80,7 @@ def _tile_losses(images: Tensor, words: Tensor, scale: Tensor, targets: Tensor) 
 
 def _distinct_words(tokens: Tensor) -> Tensor:
     """Return (B, L) the words of each text, each once; -1 elsewhere."""
-    ordered = tokens.masked_fill(~words_of(tokens), -1).sort(dim=1).values
+    ordered = tokens.masked_fill(~mask_words(tokens), -1).sort(dim=1).values
     again = ordered[:, 1:] == ordered[:, :-1]
     ordered[:, 1:].masked_fill_(again, -1)
     return ordered

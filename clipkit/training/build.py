@@ -31,15 +31,16 @@ from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import (
     HEADS,
     STEM,
+    Adapters,
     Architecture,
     Layer,
     TowerArchitecture,
-    selected,
+    select_tower,
 )
 from clipkit.model.clip import CLIP, create
-from clipkit.model.lora import Adapters, add_adapters
-from clipkit.model.names import IMAGE_TOWERS, architecture
-from clipkit.model.tokenizer import stored_tokenizer, trained_tokenizer
+from clipkit.model.lora import add_adapters
+from clipkit.model.names import IMAGE_TOWERS, create_architecture
+from clipkit.model.tokenizer import open_stored_tokenizer, open_trained_tokenizer
 from clipkit.objectives import OBJECTIVES, Term, select_terms
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
@@ -65,7 +66,7 @@ def shape_of(
     """Return the architecture that settings select, with a bias or heads if the objective or terms need them."""
     options = {name: f"model.image_options: {name}" for name in model.tower_options}
     with _name_settings({**_MODEL_SIZES, **options}):
-        shape = architecture(
+        shape = create_architecture(
             model.name,
             image=model.image,
             image_options=model.tower_options,
@@ -76,10 +77,10 @@ def shape_of(
     if sizes is not None and sizes.changed:
         shape = _apply_sizes(shape, sizes, model)
     if model.tokenizer:
-        tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
-        shape = replace(shape, text=shape.text.with_vocabulary(tokenizer.vocab_size))
+        tokenizer = open_trained_tokenizer(model.tokenizer, shape.text.context_length)
+        shape = replace(shape, text=shape.text.replace_vocabulary(tokenizer.vocab_size))
     if pixels is not None and pixels.channels != shape.vision.channels:
-        shape = replace(shape, vision=shape.vision.with_channels(pixels.channels))
+        shape = replace(shape, vision=shape.vision.replace_channels(pixels.channels))
     if model.patch_dropout and shape.vision.patches is None:
         raise ConfigError(
             f"model.patch_dropout = {model.patch_dropout} requires clipkit's own image towers, not {model.label}"
@@ -155,7 +156,7 @@ def _apply_tower_sizes(tower: Tower, sizes: Mapping[str, Any], setting: str) -> 
     if sizes.keys() - tower.sizes.keys():
         raise ConfigError(f"to set {' and '.join(f'shape.{name}' for name in sizes)}, the {setting}")
     with _name_settings(_MODEL_SIZES | {field: f"shape.{name}" for name, field in tower.sizes.items()}):
-        return tower.with_sizes(sizes)
+        return tower.replace_sizes(sizes)
 
 
 def first_model(
@@ -180,7 +181,7 @@ def first_model(
     adapted = lora.rank > 0
     adapters: Adapters | None = None
     if checkpoint is not None and not adapted:
-        first = outline_checkpoint(checkpoint) if shape.is_own else load_checkpoint(checkpoint)
+        first = outline_checkpoint(checkpoint) if shape.is_native else load_checkpoint(checkpoint)
         if model.weights:
             say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
@@ -189,8 +190,10 @@ def first_model(
                 cause = f"of {other}: set {model.text} as it was when the run began, or out=… for a new run"
             raise CheckpointError(f"{checkpoint} is {cause}")
         if model.tokenizer:
-            vocabulary = trained_tokenizer(model.tokenizer, shape.text.context_length).library().get_vocab()
-            if stored_tokenizer(checkpoint).library().get_vocab() != vocabulary:
+            vocabulary = (
+                open_trained_tokenizer(model.tokenizer, shape.text.context_length).load_library().get_vocab()
+            )
+            if open_stored_tokenizer(checkpoint).load_library().get_vocab() != vocabulary:
                 raise CheckpointError(
                     f"{checkpoint} has another tokenizer than model.tokenizer = {model.tokenizer!r}: restore "
                     "that, or set out=… for a new run"
@@ -227,11 +230,11 @@ def first_model(
     else:
         rgb = shape
         if model.image_weights and shape.vision.channels != 3:
-            rgb = replace(shape, vision=shape.vision.with_channels(3))
+            rgb = replace(shape, vision=shape.vision.replace_channels(3))
         first = create(rgb, name=model.label, seed=seed)
         fresh = True
         if model.tokenizer:
-            first.tokenizer = trained_tokenizer(model.tokenizer, shape.text.context_length)
+            first.tokenizer = open_trained_tokenizer(model.tokenizer, shape.text.context_length)
         if model.new_head:
             _take_image_tower(first, model, extend)
         elif model.image_weights:
@@ -274,7 +277,7 @@ def check_texts(model: CLIP, *, called: str) -> None:
             f"{called}: the tokenizer has {tokenizer.vocab_size:,} tokens and the text tower embeddings of only "
             f"{text.vocab_size:,}: use the tokenizer with which the tower was trained, or enlarge the embeddings"
         )
-    if text.own:
+    if text.native:
         return
     training = model.training
     model.eval()
@@ -336,9 +339,9 @@ def _take_backbone(first: CLIP, model: ModelConfig) -> None:
     vision = first.architecture.vision
     source = model.image_weights
     if source == "timm":
-        if not vision.published:
+        if not vision.hub_repository:
             raise ConfigError(f"timm publishes no weights for {model.image}")
-        source = HUB + vision.published
+        source = HUB + vision.hub_repository
     try:
         path = fetch_repository(source) / "model.safetensors" if source.startswith(HUB) else Path(source)
         tensors = read_weights(path).tensors
@@ -353,7 +356,7 @@ def _fits(first: CLIP, shape: Architecture) -> bool:
     That is a bias, which softmax ignores, the initialization, and whether text attention is causal.
     """
     converted = replace(first.architecture, logit_bias=shape.logit_bias, small_data=shape.small_data)
-    return replace(converted, text=converted.text.with_attention(causal=shape.text.is_causal)) == shape
+    return replace(converted, text=converted.text.replace_attention(causal=shape.text.is_causal)) == shape
 
 
 def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
@@ -375,7 +378,7 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
     named = {"model.name": name}
     for part in others:
         if part != "classes":
-            named["model.image" if selected(part, IMAGE_TOWERS) else "model.text"] = part
+            named["model.image" if select_tower(part, IMAGE_TOWERS) else "model.text"] = part
     set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
     if first.name == model.label and (sizes := _list_other_sizes(first.architecture, shape)):
         return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
@@ -417,7 +420,7 @@ def patch_counts(shape: Architecture, patch_dropout: float, image_size: int) -> 
     """Return the number of patches of an image and how many are kept; None without patch dropout."""
     if not patch_dropout:
         return None
-    patches = shape.vision.resized(image_size).patches
+    patches = shape.vision.replace_size(image_size).patches
     assert patches is not None
     return patches, max(1, round(patches * (1 - patch_dropout)))
 
@@ -471,7 +474,7 @@ def tower_of(name: str) -> str:
 
 
 def places(model: CLIP) -> dict[str, Place]:
-    """Return the place of every parameter by name, see ``TowerArchitecture.layer_of``."""
+    """Return the place of every parameter by name, see ``TowerArchitecture.map_layers``."""
     names = [name for name, _ in model.named_parameters()]
     # nothing is below the decoder: it is never locked, and has the full rate
     single = ("", "decoder")
@@ -481,7 +484,7 @@ def places(model: CLIP) -> dict[str, Place]:
     shape = model.architecture
     text_module = model if model.text is None else model.text
     for tower, kind, module in (("image", shape.vision, model.visual), ("text", shape.text, text_module)):
-        layer = kind.layer_of(module)
+        layer = kind.map_layers(module)
         layers: dict[str, Layer] = {}
         if layer is not None:
             prefix = "visual." if tower == "image" else "text."

@@ -38,7 +38,7 @@ from clipkit.model.measure import (
     measuring,
     text_flops,
 )
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
 from clipkit.options import Target
 from clipkit.training import OPTIMIZERS
@@ -729,7 +729,7 @@ def workloads_of(
     for begin, end in pairwise([*sorted(bounds), config.steps]):
         stage_shape = shape
         if begin < small.steps:
-            stage_shape = stage_shape.resized(
+            stage_shape = stage_shape.replace_size(
                 image_size=small.image_size, context_length=small.context_length
             )
         if begin < caption.after:
@@ -856,7 +856,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     if source.startswith(_OPEN_CLIP):
         try:
             with torch.device("meta"):
-                teacher = CLIP(architecture(source.partition("/")[0]), name=source)
+                teacher = CLIP(create_architecture(source.partition("/")[0]), name=source)
         except ClipkitError:
             pass
     elif source and Path(source).expanduser().exists():

@@ -384,7 +384,7 @@ def describe_model(model: CLIP, *, world: int, device: torch.device, bf16: bool)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     precision = "bf16" if bf16 else "fp32"
     named, vision = ARCHITECTURES.get(model.name), model.architecture.vision
-    is_named = named is None or vision.resized(named.vision.image_size) == named.vision
+    is_named = named is None or vision.replace_size(named.vision.image_size) == named.vision
     other = "" if is_named else f" ({vision.description})"
     return f"{model.name}{other}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from clipkit.config import OptimConfig
 from clipkit.distributed import gather_rows, rank, world_size
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import one_core_each
+from clipkit.model.cpu import open_core_pool
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
 from clipkit.training.parallel import gather_stack, is_sharded, local_part, shard_stack, sums_over_parts
@@ -227,7 +227,7 @@ class MuonWithAdamW(Uncompiled):
             torch._foreach_add_(weights, list(steps.float().unbind()), alpha=-rate)
 
         # small products do not scale to all cores
-        with one_core_each(torch.get_num_threads()) if on_cpu else nullcontext() as pool:
+        with open_core_pool(torch.get_num_threads()) if on_cpu else nullcontext() as pool:
             run = map if pool is None else pool.map
             deque(run(average, _slices(range(count), size)), maxlen=0)
             matrices = gather_stack(first, directions)  # (N, A, B)

@@ -87,7 +87,7 @@ def shard(
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    if not model.architecture.is_own:
+    if not model.architecture.is_native:
         raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
     world = world_size()
     per_host = ranks_of_host()
@@ -228,7 +228,7 @@ def replicated(model: CLIP) -> nn.Module:
     model.zero_grad(set_to_none=True)
     gc.collect()
     # buffers of clipkit's own towers do not change: without copying rank 0's, a step has one message less
-    changing = not model.architecture.is_own
+    changing = not model.architecture.is_native
     option = "forward_sync_buffers"
     if option not in signature(DistributedDataParallel).parameters:
         option = "broadcast_buffers"  # its name in older torch
@@ -428,10 +428,10 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
         if "isolate_recompiles" in signature(torch.compile).parameters:  # not in torch 2.11
             # towers share the function, not its shapes
             options |= {"isolate_recompiles": True, "recompile_limit": _MAX_SHAPES}
-        whole: Kernel = torch.compile(ResidualAttentionBlock.whole, **options)
-        read: Kernel = torch.compile(ResidualAttentionBlock.read, **options)
+        compute_tokens: Kernel = torch.compile(ResidualAttentionBlock.compute_tokens, **options)
+        compute_readout: Kernel = torch.compile(ResidualAttentionBlock.compute_readout, **options)
         for block in transformer.blocks:
-            block.kernels = (whole, read)
+            block.kernels = (compute_tokens, compute_readout)
 
 
 _WITHOUT_EFFECT = ("ModifiedResNet",)  # open_clip's accepts the call and does nothing

@@ -23,8 +23,8 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import copy_to_device, kept_patches, widest_dtype
-from clipkit.model.zero_shot import evaluating, zero_shot_classifier
+from clipkit.model.towers import copy_to_device, draw_patches, widest_dtype
+from clipkit.model.zero_shot import evaluation_mode, zero_shot_classifier
 from clipkit.objectives import (
     Objective,
     Outputs,
@@ -165,7 +165,7 @@ def backward(
                 outputs: tuple[Tensor, ...] = module(**piece)
             else:
                 then = partial(terms.sum_rows, i=i, parts=parts)
-                outputs = module(**piece, with_tokens=terms.read_tokens, then=then)
+                outputs = module(**piece, return_tokens=terms.read_tokens, then=then)
         return outputs
 
     watch.begin("forward")
@@ -264,7 +264,7 @@ def averaged_teaching(
     assert isinstance(bare, CLIP)
     pixels = inputs["images"]
     precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
-    with averaged.applied(), evaluating(bare), torch.no_grad(), precision:
+    with averaged.applied(), evaluation_mode(bare), torch.no_grad(), precision:
         images, seen = bare.image_tokens(pixels) if tokens else (bare.encode_image(pixels), None)
         texts = bare.encode_text(inputs["tokens"], lengths=inputs.get("lengths"))
         return Teaching(images=images, texts=texts, scale=bare.logit_scale.exp(), tokens=seen)
@@ -364,7 +364,7 @@ def batch_loss(
         teaching: features of a teacher.
         distill: settings of distillation, with ``teaching``.
         halves: whether the teacher teaches the second half of the features and the objective the first, of unit
-            norm each; see ``unit_halves``.
+            norm each; see ``normalize_halves``.
     """
     outputs = Outputs(*features)
     taught: Tensor | None = None
@@ -485,7 +485,7 @@ class TrainingStep:
 
         # 2. The patches that are encoded.
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
-            inputs["patches"] = kept_patches(
+            inputs["patches"] = draw_patches(
                 seed=seed_of(self.seed, step),
                 rows=batch.rows,
                 patches=counts[0],
@@ -521,7 +521,7 @@ class TrainingStep:
             parts=self.accumulate,
             autocast=self.bf16,
             # only towers of other libraries use random numbers, for dropout, from torch's generator
-            seeds=() if self.shape.is_own else seeds_of(self.seed, step, rank(), self.accumulate),
+            seeds=() if self.shape.is_native else seeds_of(self.seed, step, rank(), self.accumulate),
             terms=self._local_terms(batch, step, teach),
             watch=watch,
         )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files import counted
-from clipkit.model import END_OF_TEXT, MAX_CHARACTERS, one_core_each, tokenize
+from clipkit.model import END_OF_TEXT, MAX_CHARACTERS, open_core_pool, tokenize
 from clipkit.samples import (
     Decoding,
     TraitCounts,
@@ -173,7 +173,7 @@ class SampleChecker:
     def check_all(self, chosen: Sequence[int]) -> Iterator[Sample]:
         """Read and decode samples in several threads; yield them in order."""
         preload(self.augmentation)
-        with one_core_each(_READERS) as pool:
+        with open_core_pool(_READERS) as pool:
             for start in range(0, len(chosen), _AHEAD):
                 yield from pool.map(self._check, chosen[start : start + _AHEAD])
 

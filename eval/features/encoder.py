@@ -30,11 +30,11 @@ from clipkit.model import (
     Preprocess,
     encode_prompts,
     eval_pixels,
-    evaluating,
+    evaluation_mode,
     image_representations,
-    in_parallel,
     layer_count,
     pixels_and_traits,
+    run_parallel,
 )
 from clipkit.samples import NO_TRAITS, PixelRangeError, TraitCounts, Traits
 from eval.datasets.dataset import EvalDataset
@@ -253,7 +253,7 @@ class Encoder:
     def _width(self) -> int:
         """W."""
         size = self.model.preprocess.image_size
-        with evaluating(self.model), torch.inference_mode():
+        with evaluation_mode(self.model), torch.inference_mode():
             channels = self.model.preprocess.channels
             zeros = torch.zeros(1, channels, size, size, dtype=torch.uint8, device=self.device)
             return image_representations(self.model, zeros).before_projection.shape[1]
@@ -397,7 +397,7 @@ class _ImagePass:
             self.encoder.progress((len(self.dataset) - len(missing)) // world)
         loaded = self._loaded(missing[self.ranks.rank :: world])
         try:
-            with evaluating(self.model), torch.inference_mode():
+            with evaluation_mode(self.model), torch.inference_mode():
                 for start in range(0, len(missing), piece):
                     self._encode_piece(missing[start : start + piece], loaded)
         finally:
@@ -451,7 +451,7 @@ class _ImagePass:
             decoded = [image.pixels for image in waiting.values() if image.pixels is not None]
             pixels = torch.stack(decoded).to(self.encoder.device)  # (B, 3, S, S)
             represent = partial(image_representations, self.model, layers=self.layers)
-            pieces = in_parallel(self.model, represent, pixels.split(images_per_pass(pixels)))
+            pieces = run_parallel(self.model, represent, pixels.split(images_per_pass(pixels)))
             columns: defaultdict[str, list[Tensor]] = defaultdict(list)
             columns["traits"] = [torch.tensor([image.traits for image in waiting.values()])]  # (B, traits)
             for out in pieces:

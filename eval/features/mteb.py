@@ -9,7 +9,7 @@ from torch import Tensor
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats import model_hash
-from clipkit.model import encode_prompts, eval_pixels, evaluating
+from clipkit.model import encode_prompts, eval_pixels, evaluation_mode
 
 if TYPE_CHECKING:
     from mteb.models.abs_encoder import AbsEncoder
@@ -66,7 +66,7 @@ def _features(model: CLIP, batch: dict[str, Sequence[Any]]) -> Tensor:
         parts.append(encode_prompts(model, list(batch["text"])))
     if "image" in batch:
         pixels = torch.stack([eval_pixels(image, model.preprocess) for image in batch["image"]])
-        with evaluating(model), torch.inference_mode():
+        with evaluation_mode(model), torch.inference_mode():
             parts.append(model.encode_image(pixels.to(model.logit_scale.device)))
     if not parts:
         raise DataError(f"mteb gives {', '.join(batch)}: expected image or text")

@@ -55,7 +55,7 @@ def run_internals(options: InternalsOptions) -> int:
         else:
             models.append(clipkit.load(source, name=options.name, device=device))
     for model in models:
-        model.preprocess = model.preprocess.with_decoding(
+        model.preprocess = model.preprocess.replace_decoding(
             background=options.background, upright=options.upright, pixel_range=options.pixel_range
         )
     page = build_internals(models, options.model, target.dataset, options.images)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from clipkit.model import caption_likelihoods, eval_pixels, evaluating, generate_captions
+from clipkit.model import caption_likelihoods, eval_pixels, evaluation_mode, generate_captions
 from eval.datasets.dataset import captions_of
 from eval.features.encoder import Ranks
 from eval.metrics import METRICS, Descriptions, caption_tokens
@@ -126,7 +126,7 @@ def _over_images(subject: Subject, compute: Callable[[Sequence[int], Tensor], No
 
     failed: dict[int, str] = {}
     try:
-        with evaluating(model), torch.inference_mode(), ThreadPoolExecutor(_THREADS) as pool:
+        with evaluation_mode(model), torch.inference_mode(), ThreadPoolExecutor(_THREADS) as pool:
             for start in range(0, len(own), batch):
                 numbers = own[start : start + batch]
                 compute(numbers, torch.stack([*pool.map(pixels_of, numbers)]).to(encoder.device))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files import counted
-from clipkit.model import indistinguishable_classes, token_numbers
+from clipkit.model import find_indistinguishable_classes, number_texts
 from eval.datasets.dataset import EvalDataset, labels_of, some
 from eval.metrics import METRICS, Answers, metric_of
 from eval.results.details import zero_shot_details
@@ -85,7 +85,7 @@ _SHOWN = 60  # characters of a text in a message
 def report_classes(subject: Subject) -> None:
     """Warn of classes whose prompts all have the same tokens."""
     dataset, labels = subject.dataset, subject.dataset.labels
-    groups = indistinguishable_classes(subject.encoder.model.tokenizer, dataset.prompts())
+    groups = find_indistinguishable_classes(subject.encoder.model.tokenizer, dataset.prompts())
     if not groups or labels is None:
         return
     numbers = torch.tensor([number for group in groups for number in group])
@@ -104,9 +104,7 @@ def report_captions(subject: Subject) -> None:
         for text in own:
             images.setdefault(text, set()).add(number)
     same: dict[int, list[str]] = {}
-    for text, tokens in zip(
-        images, token_numbers(subject.encoder.model.tokenizer, list(images)), strict=True
-    ):
+    for text, tokens in zip(images, number_texts(subject.encoder.model.tokenizer, list(images)), strict=True):
         same.setdefault(tokens, []).append(text)
     affected = [
         text for group in same.values() for text in group if any(images[text] != images[one] for one in group)
@@ -124,7 +122,7 @@ def report_choices(subject: Subject) -> None:
     if choices is None:
         return
     texts = list({text: None for own in choices for text in own})
-    tokens = dict(zip(texts, token_numbers(subject.encoder.model.tokenizer, texts), strict=True))
+    tokens = dict(zip(texts, number_texts(subject.encoder.model.tokenizer, texts), strict=True))
     affected = [
         own[0] for own in choices if any(one != own[0] and tokens[one] == tokens[own[0]] for one in own[1:])
     ]

@@ -38,8 +38,8 @@ from clipkit.model import (
     CLIP,
     QUICKGELU,
     TimmVision,
-    architecture,
-    with_class_head,
+    attach_class_head,
+    create_architecture,
 )
 from clipkit.samples import decode_image
 from clipkit.samples.remote import cache_folder
@@ -100,7 +100,7 @@ class ClassTraining:
         """Write the head and the images unless they exist.
 
         Args:
-            head: the initial model, see ``with_class_head``.
+            head: the initial model, see ``attach_class_head``.
             names: names of its classes.
             learn: images to learn from.
             tune: images to choose a learning rate on.
@@ -233,8 +233,8 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
     alike: dict[str, object] = {}
     for known in (name, *ARCHITECTURES, *(one + QUICKGELU for one in ARCHITECTURES)):
         try:
-            shape = architecture(known, image=image, image_options=options, image_size=size)
-            vision = shape.vision.with_channels(wanted.vision.channels)
+            shape = create_architecture(known, image=image, image_options=options, image_size=size)
+            vision = shape.vision.replace_channels(wanted.vision.channels)
         except ConfigError:
             continue
         # initialization does not matter, and exports do not store it
@@ -335,7 +335,7 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
         drawn = draw_examples(train, options.examples, options.seed) if options.examples else None
         learn, tune, tuned_on = _images(train, drawn), [], ""
     names = distinct_names(dataset.class_names)
-    head = with_class_head(subject.encoder.model, names, _first_rows(subject, names, options.seed))
+    head = attach_class_head(subject.encoder.model, names, _first_rows(subject, names, options.seed))
     epochs, batch_size = options.epochs, options.fine_tune_batch
     try:
         runs = cache_folder() / "fine-tune" if options.runs is None else options.runs.expanduser()

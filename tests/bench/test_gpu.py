@@ -89,7 +89,7 @@ def test_plain_model_equals_clipkit_and_open_clip() -> None:
     batch = make_batch(shape, 6, torch.device("cpu"))
     model, plain = create(shape, seed=0), PlainCLIP(shape)
     plain.load_state_dict(model.state_dict())
-    vision, text = shape.own_towers()
+    vision, text = shape.get_plain_towers()
     theirs = open_clip.CLIP(
         24,
         {"image_size": 16, "patch_size": 4, "width": vision.width, "layers": 2, "head_width": 16},

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipkit import distributed
 from clipkit.batch import Batch
 from clipkit.config import LossConfig
-from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
+from clipkit.model.architectures import Adapters, Architecture, Decoder, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.lora import Adapters, add_adapters
+from clipkit.model.lora import add_adapters
 from clipkit.objectives import Targets, TermBatch
 from clipkit.objectives.caption import Caption
 from clipkit.objectives.clip import Clip

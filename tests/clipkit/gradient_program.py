@@ -17,6 +17,7 @@ from clipkit import distributed
 from clipkit.batch import Batch
 from clipkit.config import DistillConfig, LossConfig
 from clipkit.model.architectures import (
+    Adapters,
     Architecture,
     ClassTable,
     Decoder,
@@ -26,8 +27,8 @@ from clipkit.model.architectures import (
     WordTable,
 )
 from clipkit.model.clip import CLIP
-from clipkit.model.lora import Adapters, add_adapters
-from clipkit.model.towers import kept_patches
+from clipkit.model.lora import add_adapters
+from clipkit.model.towers import draw_patches
 from clipkit.objectives import Objective, Targets, Term, TermBatch
 from clipkit.objectives.caption import Caption
 from clipkit.objectives.classes import Classes
@@ -305,7 +306,7 @@ def inputs(way: Way) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
     side = 8 if way.pixels else 32
     given: dict[str, Any] = {"images": images[rows, :, :side, :side], "tokens": captions}
     if way.dropout:
-        given["patches"] = kept_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
+        given["patches"] = draw_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
     if way.loss.endswith("classes"):
         given["tokens"] = torch.arange(CLASSES)[:, None]
     elif way.loss == "words":

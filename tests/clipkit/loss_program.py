@@ -14,7 +14,7 @@ from torch import Tensor
 
 import clipkit.objectives.tiles
 from clipkit import distributed
-from clipkit.objectives.base import in_batch_recall
+from clipkit.objectives.base import compute_recall
 from tests.clipkit.plain_losses import LOSSES, given, gradients, ours
 
 # rows of each rank, by number of ranks
@@ -40,7 +40,7 @@ def found() -> dict[str, Tensor]:
                 for name, gradient in zip(names, gradients(value, batch), strict=True):
                     tensors[f"{spread}/{dtype}/{loss}/{name}"] = gradient.clone()
                 tensors[f"{spread}/{dtype}/{loss}/value"] = value.detach()
-            tensors[f"{spread}/{dtype}/recall"] = in_batch_recall(batch.images, batch.texts)
+            tensors[f"{spread}/{dtype}/recall"] = compute_recall(batch.images, batch.texts)
     return tensors
 
 

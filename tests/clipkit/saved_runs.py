@@ -52,7 +52,7 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 @pytest.fixture
 def small(tiny: CLIP) -> CLIP:
     """The tiny model with a vocabulary of 100, so that files have half a megabyte."""
-    shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=100))
+    shape = replace(tiny.architecture, text=replace(tiny.architecture.get_plain_towers()[1], vocab_size=100))
     preprocess = Preprocess(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     return CLIP(shape, preprocess=preprocess).initialize()
 

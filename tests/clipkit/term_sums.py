@@ -21,6 +21,6 @@ def sum_term(
     **inputs: Any,
 ) -> Tensor:
     """Encode pairs and sum the term over them: a scalar."""
-    outputs = model(images, tokens, lengths=lengths, with_tokens=term.reads_tokens)
+    outputs = model(images, tokens, lengths=lengths, return_tokens=term.reads_tokens)
     features = 3 if model.logit_bias is None else 4
     return term.total(model, images, outputs[features:], **inputs)

@@ -18,7 +18,7 @@ import clipkit
 import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
-from clipkit.model.zero_shot import with_class_head
+from clipkit.model.zero_shot import attach_class_head
 from data.options import PackOptions
 from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
@@ -364,7 +364,7 @@ def test_classifier_equals_open_clip(model: CLIP, write_dataset: WriteDataset) -
 
 def test_class_head_uses_names_without_prompts(model: CLIP, write_dataset: WriteDataset) -> None:
     names = ["blue", "green", "red"]
-    head = with_class_head(model, names, torch.eye(3, model.architecture.embed_dim))
+    head = attach_class_head(model, names, torch.eye(3, model.architecture.embed_dim))
     folder = write_dataset(labels=[0, 1, 2], class_names=["red", "blue", "green"], templates=["a {c} square"])
     scores = by_metric(evaluation.evaluate(head, folder))
     dataset = evaluation.open_dataset(folder)

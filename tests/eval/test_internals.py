@@ -14,7 +14,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.attention import attention_maps, encode_all_tokens
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.towers import Padded
 from eval.__main__ import main
 from eval.internals import analyze, attention_distances, compare_layers, hsic, layers_of, rollout
@@ -133,7 +133,7 @@ def test_rollout_of_pooled_patches_does_not_read_the_class_token(pool: str) -> N
     np.testing.assert_allclose(
         rollout(maps, class_token=False)[1].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
     )
-    shape = architecture("ViT-Ti-4-16")
+    shape = create_architecture("ViT-Ti-4-16")
     assert shape.vision.plain is not None
     model = create(replace(shape, vision=replace(shape.vision.plain, pool=pool)), seed=0).eval()
     images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
@@ -161,9 +161,9 @@ def test_model_equals_itself_over_several_batches() -> None:
 
 
 TOWERS = {
-    "own": architecture("ViT-Ti-8-48"),
-    "resnet": architecture("ViT-Ti-8-48", image="timm:test_resnet"),
-    "timm": architecture("ViT-Ti-8-48", image="timm:test_vit"),
+    "own": create_architecture("ViT-Ti-8-48"),
+    "resnet": create_architecture("ViT-Ti-8-48", image="timm:test_resnet"),
+    "timm": create_architecture("ViT-Ti-8-48", image="timm:test_vit"),
 }
 
 

@@ -20,7 +20,7 @@ import torch
 from clipkit import CLIP
 from clipkit.config import Config
 from clipkit.errors import ConfigError, DataError
-from clipkit.model.zero_shot import with_class_head
+from clipkit.model.zero_shot import attach_class_head
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
@@ -410,7 +410,7 @@ def test_train_split_without_labels_is_refused_before_its_images_are_encoded(
 def test_class_head_is_scored_on_datasets_of_its_classes(
     model: CLIP, write_dataset: WriteDataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    head = with_class_head(model, ["red", "green", "blue"], torch.randn(3, model.architecture.embed_dim))
+    head = attach_class_head(model, ["red", "green", "blue"], torch.randn(3, model.architecture.embed_dim))
     state = LoopState(step=1, data="none")
     save_checkpoint(tmp_path / "head", head, torch.optim.AdamW(head.parameters()), state, Config(), keep=1)
     fitting = write_dataset("fitting", labels=[0, 1, 2], class_names=["blue", "green", "red"])

@@ -14,7 +14,7 @@ from clipkit.export.timm import timm_name
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.clip import create
 from clipkit.model.names import from_open_clip
-from clipkit.model.preprocess import batch_of
+from clipkit.model.preprocess import preprocess_images
 from tests.clipkit.exported_models import (
     ASCII,
     REPAIRED,
@@ -121,7 +121,7 @@ def test_timm_export(kind: str, paths: list[Path], tmp_path: Path) -> None:
     data: Any = timm.data
     transform = data.create_transform(**data.resolve_model_data_config(theirs), is_training=False)
     pixels = torch.stack([transform(image) for image in rgb])
-    expected = normalized(batch_of(rgb, model.preprocess), model)
+    expected = normalized(preprocess_images(rgb, model.preprocess), model)
     assert apart(pixels, expected) <= 1e-6
     features = model.encode_image(pixels, normalize=False)
     assert apart(theirs(pixels), features) <= 1e-5 * max(1.0, float(features.norm(dim=-1).max()))

@@ -417,7 +417,7 @@ def test_incompatible_library_version_raises_one_line_error(
 def test_background_and_orientation_are_documented_for_callers(
     model: CLIP, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    preprocess = model.preprocess.with_decoding(background="white", upright=True, pixel_range="0,4095")
+    preprocess = model.preprocess.replace_decoding(background="white", upright=True, pixel_range="0,4095")
     chosen = CLIP(model.architecture, preprocess=preprocess)
     chosen.load_state_dict(model.state_dict())
     save_model(chosen.eval(), tmp_path / "model")

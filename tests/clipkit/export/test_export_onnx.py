@@ -17,9 +17,9 @@ from clipkit.export.checks import normalized
 from clipkit.export.model_card import KnownScore, Source, model_card
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP
-from clipkit.model.preprocess import batch_of
+from clipkit.model.preprocess import preprocess_images
 from clipkit.model.tokenizer import END_OF_TEXT
-from clipkit.model.zero_shot import with_class_head
+from clipkit.model.zero_shot import attach_class_head
 from tests.clipkit.exported_models import ASCII, apart, draw_images, exported, model_of
 
 
@@ -52,7 +52,7 @@ def test_onnx_export(everything: tuple[CLIP, Path], paths: list[Path]) -> None:
     model, out = everything
     config = json.loads((out / "onnx_config.json").read_text())
     visual, textual = (onnxruntime.InferenceSession(out / config[kind]["file"]) for kind in ("image", "text"))
-    pixels = normalized(batch_of(paths * 2, model.preprocess), model)
+    pixels = normalized(preprocess_images(paths * 2, model.preprocess), model)
     images = clipkit.encode_image(paths * 2, model)
     for batch in (1, 3, 8):
         found = visual.run(["image_embeds"], {"pixel_values": pixels[:batch].numpy()})[0]
@@ -200,7 +200,7 @@ def test_class_head_export(
     tmp_path: Path, paths: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = model_of("own")
-    head = with_class_head(model, ["dog", "cat"], torch.eye(2, model.architecture.embed_dim))
+    head = attach_class_head(model, ["dog", "cat"], torch.eye(2, model.architecture.embed_dim))
     for to, files in (("onnx", {"textual.onnx", "visual.onnx", "onnx_config.json"}), ("timm", None)):
         (one,) = export(head, tmp_path / to, to=[to])
         assert one.library and one.difference is not None and one.difference <= 1e-5

@@ -16,7 +16,7 @@ from clipkit.export import export
 from clipkit.export.checks import normalized
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model.clip import CLIP
-from clipkit.model.preprocess import batch_of
+from clipkit.model.preprocess import preprocess_images
 from clipkit.model.tokenizer import END_OF_TEXT
 from tests.clipkit.exported_models import (
     ASCII,
@@ -72,7 +72,7 @@ def test_transformers_export(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -
     processor = AutoProcessor.from_pretrained(out)
     assert isinstance(processor, CLIPProcessor) and isinstance(AutoModel.from_pretrained(out), CLIPModel)
     inputs = processor(text=ASCII, images=rgb, return_tensors="pt", padding=True, truncation=True)
-    pixels = normalized(batch_of(rgb, model.preprocess), model)
+    pixels = normalized(preprocess_images(rgb, model.preprocess), model)
     found = theirs(**{**inputs, "pixel_values": pixels})
     images, texts = clipkit.encode_image(rgb, model), clipkit.encode_text(ASCII, model)
     assert apart(found.image_embeds, images) <= 1e-5
@@ -99,7 +99,7 @@ def beside(images: list[Image.Image], model: CLIP) -> Tensor:
         wide, high = (max(size, int(size * side / min(image.size))) for side in image.size)
         left, top = (wide - size) // 2, (high - size) // 2
         crops.append(image.resize((wide, high), resample).crop((left, top, left + size, top + size)))
-    return normalized(batch_of(crops, model.preprocess), model)
+    return normalized(preprocess_images(crops, model.preprocess), model)
 
 
 def unpadded(ids: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_squash_resize_is_exported(rgb: list[Image.Image], tmp_path: Path) -> No
     export(model, tmp_path / "out", to=["transformers"])
     found = AutoProcessor.from_pretrained(tmp_path / "out")(images=rgb, return_tensors="pt")
     steps = torch.tensor(model.preprocess.std).view(3, 1, 1) * 255
-    expected = normalized(batch_of(rgb, model.preprocess), model)
+    expected = normalized(preprocess_images(rgb, model.preprocess), model)
     assert apart(found["pixel_values"] * steps, expected * steps) <= 1 + 1e-3
 
 
@@ -169,7 +169,7 @@ def test_background_and_orientation_round_trip(
     model = model_of("quick_gelu")
     plain = model.preprocess
     export(model, tmp_path / "plain", to=[target])
-    model.preprocess = plain.with_decoding(**chosen)
+    model.preprocess = plain.replace_decoding(**chosen)
     export(model, tmp_path / "out", to=[target])
     same_model(clipkit.load(tmp_path / "out"), model)
     files = [(tmp_path / name / "preprocessor_config.json").read_bytes() for name in ("plain", "out")]
@@ -213,7 +213,7 @@ def test_models_of_other_channels_are_exported_to_transformers_alone(tmp_path: P
     model = model_of("own")
     model.extend_channels(12, extend="mean")
     ranges = ((0.0, 255.0),) * 3 + ((0.0, 4095.0),) * 9
-    model.preprocess = model.preprocess.with_decoding(pixel_range=ranges)
+    model.preprocess = model.preprocess.replace_decoding(pixel_range=ranges)
     assert [one.target for one in export(model, tmp_path / "out")] == ["transformers"]
     loaded = clipkit.load(tmp_path / "out")
     assert loaded.preprocess == model.preprocess

@@ -16,8 +16,9 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import interpolate
 from clipkit.formats.checkpoint import save_model
 from clipkit.model import Architecture, OpenClipVision, TextTower, VisionTower
+from clipkit.model.architectures import Adapters
 from clipkit.model.clip import CLIP, create
-from clipkit.model.lora import Adapters, add_adapters
+from clipkit.model.lora import add_adapters
 from clipkit.model.tokenizer import ClipTokenizer
 
 TINY = Architecture(

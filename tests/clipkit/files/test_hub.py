@@ -10,7 +10,7 @@ import pytest
 
 from clipkit.errors import ConfigError
 from clipkit.files.hub import from_hub
-from clipkit.model.names import architecture, from_open_clip
+from clipkit.model.names import create_architecture, from_open_clip
 from clipkit.model.tokenizer import LibraryTokenizer
 
 NOWHERE = "http://127.0.0.1:1"
@@ -33,7 +33,7 @@ def test_missing_network_raises_one_line_error(
     config = {"embed_dim": 32, "vision_cfg": {"layers": 1}, "text_cfg": text}
     began = time.monotonic()
     for attempt in (
-        lambda: architecture("ViT-B-32", text="transformers:somebody/something"),
+        lambda: create_architecture("ViT-B-32", text="transformers:somebody/something"),
         lambda: from_open_clip(config),
         lambda: LibraryTokenizer(source="somebody/something", context_length=16)(["a cat"]),
     ):

@@ -375,7 +375,7 @@ def test_load_reads_the_given_file_of_a_hub_folder(tmp_path: Path) -> None:
     assert clipkit.load(tmp_path).logit_scale.item() != 1.5
     with pytest.raises(CheckpointError, match="for GELU, open_clip:ViT-tiny-quickgelu is for QuickGELU"):
         clipkit.load(tmp_path, name="open_clip:ViT-tiny-quickgelu")
-    assert clipkit.load(tmp_path, name="open_clip:ViT-tiny").architecture.is_own
+    assert clipkit.load(tmp_path, name="open_clip:ViT-tiny").architecture.is_native
 
 
 @pytest.fixture
@@ -614,5 +614,5 @@ def test_all_fields_of_open_clip_are_known() -> None:
 
     text = {field.name for field in fields(CLIPTextCfg)}
     vision = {field.name for field in fields(CLIPVisionCfg)}
-    assert text == {*names._OWN_TEXT, *names._PLAIN_TEXT, *names._IDLE_TEXT}
-    assert vision == {*names._OWN_VISION, *names._PLAIN_VISION, *names._IDLE_VISION}
+    assert text == {*names._TEXT_SIZES, *names._PLAIN_TEXT, *names._IDLE_TEXT}
+    assert vision == {*names._VISION_SIZES, *names._PLAIN_VISION, *names._IDLE_VISION}

@@ -20,8 +20,8 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.formats.transformers import to_transformers, transformers_configs
 from clipkit.model.clip import create
-from clipkit.model.names import architecture, from_open_clip
-from clipkit.model.preprocess import batch_of
+from clipkit.model.names import create_architecture, from_open_clip
+from clipkit.model.preprocess import preprocess_images
 from clipkit.model.resample import fit_positions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
@@ -120,7 +120,7 @@ def test_own_towers_resize_as_open_clip(
     ours = clipkit.load(path, name=name, image_size=image_size, context_length=context_length)
     size, length = image_size or 32, context_length or 16
     assert ours.preprocess == replace(before.preprocess, image_size=size) and ours.origin == before.origin
-    assert ours.architecture == before.architecture.resized(image_size=size, context_length=length)
+    assert ours.architecture == before.architecture.replace_size(image_size=size, context_length=length)
 
     if source is openai_file:
         theirs = openai_like(image_size=size, context_length=length)
@@ -132,7 +132,7 @@ def test_own_towers_resize_as_open_clip(
     resize_pos_embed(tensors, theirs)
     tensors["positional_embedding"] = stretched(tensors["positional_embedding"], length)
     theirs.load_state_dict(tensors)
-    pixels = batch_of(random_images(), ours.preprocess)
+    pixels = preprocess_images(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
     with torch.no_grad():
         images = theirs.encode_image((pixels / 255 - mean) / std, normalize=True)
@@ -178,7 +178,7 @@ def test_towers_without_fixed_positions_equal_open_clip(kind: str, tmp_path: Pat
 def test_timm_vit_positions_equal_timm(size: int, tmp_path: Path) -> None:
     from timm.layers.pos_embed import resample_abs_pos_embed
 
-    shape = architecture("ViT-Ti-4-16", image="timm:test_vit", image_size=160)
+    shape = create_architecture("ViT-Ti-4-16", image="timm:test_vit", image_size=160)
     before = clipkit.create(shape, seed=0).eval()
     ours = clipkit.load(store(before, tmp_path), image_size=size)
     old = before.visual.get_parameter("trunk.pos_embed").detach()

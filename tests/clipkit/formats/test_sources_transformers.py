@@ -19,7 +19,7 @@ from clipkit.formats.transformers import (
     transformers_configs,
 )
 from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
-from clipkit.model.preprocess import batch_of
+from clipkit.model.preprocess import preprocess_images
 from tests.clipkit.stored_models import TEXTS, random_images, their_model
 
 # image and text tower: width, MLP width, layers, heads; MLP widths are not multiples of the widths
@@ -69,7 +69,7 @@ def make(size: str) -> Any:
 
 
 def assert_same(ours: clipkit.CLIP, theirs: Any, length: int) -> None:
-    pixels = batch_of(random_images(), ours.preprocess)
+    pixels = preprocess_images(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
     tokens = clipkit.tokenize(list(TEXTS), length)
     with torch.no_grad():
@@ -209,7 +209,7 @@ def test_preprocessing_equals_the_image_processor(tmp_path: Path) -> None:
         )
         expected = processor(images=random_images(), return_tensors="pt").pixel_values
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (preprocess.mean, preprocess.std))
-        found = (batch_of(random_images(), preprocess) / 255 - mean) / std
+        found = (preprocess_images(random_images(), preprocess) / 255 - mean) / std
         assert (found - expected).abs().mean() < 0.01
 
 
@@ -274,7 +274,9 @@ def test_round_trip_through_transformers_is_exact(
     back, tensors = from_transformers(configs["config.json"], theirs.state_dict())
     assert all(torch.equal(value, tensors[name]) for name, value in ours.state_dict().items())
     # the ratio may differ, as long as it gives the same MLP width
-    assert [int(tower.mlp_ratio * 48) for tower in back.own_towers()] == [int(ratio * 48) for ratio in ratios]
+    assert [int(tower.mlp_ratio * 48) for tower in back.get_plain_towers()] == [
+        int(ratio * 48) for ratio in ratios
+    ]
     assert preprocess_from_transformers(configs["preprocessor_config.json"], 32) == ours.preprocess
 
 
@@ -344,7 +346,7 @@ def openai_tensors(kind: str) -> tuple[Any, dict[str, Tensor]]:
 
 def assert_openai(ours: clipkit.CLIP, theirs: Any) -> None:
     assert ours.architecture.quick_gelu and ours.logit_scale.dtype == torch.float32
-    pixels = batch_of(random_images(), ours.preprocess)
+    pixels = preprocess_images(random_images(), ours.preprocess)
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (ours.preprocess.mean, ours.preprocess.std))
     tokens = clipkit.tokenize(list(TEXTS), 16)
     with torch.no_grad():

@@ -11,7 +11,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import parse_architecture, save_model, serialize_architecture
 from clipkit.model.architectures import ARCHITECTURES, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 
 OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
 
@@ -22,7 +22,7 @@ def test_parameter_names_and_shapes_equal_open_clip(name: str) -> None:
 
     config = open_clip.get_model_config(name)
     with torch.device("meta"):  # allocates no memory
-        ours, theirs = CLIP(architecture(name), name=name), open_clip.CLIP(**config)
+        ours, theirs = CLIP(create_architecture(name), name=name), open_clip.CLIP(**config)
     shapes = {key: value.shape for key, value in ours.state_dict().items()}
     assert shapes == {key: value.shape for key, value in theirs.state_dict().items()}
     assert list(shapes) == list(theirs.state_dict())
@@ -30,7 +30,7 @@ def test_parameter_names_and_shapes_equal_open_clip(name: str) -> None:
     assert ours.preprocess.image_size == config["vision_cfg"]["image_size"]
     assert ours.architecture.quick_gelu == config.get("quick_gelu", False)
     heads = [tower.transformer.resblocks[0].attn.num_heads for tower in (theirs.visual, theirs)]
-    assert [tower.heads for tower in ours.architecture.own_towers()] == heads
+    assert [tower.heads for tower in ours.architecture.get_plain_towers()] == heads
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -71,7 +71,7 @@ def test_indivisible_sizes_are_rejected() -> None:
 def test_timm_options_are_stored_and_checked(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     options = {"depth": 3, "global_pool": "map", "class_token": False}
-    shape = architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=options, image_size=32)
+    shape = create_architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=options, image_size=32)
     model = create(shape, seed=0)
     assert len(list(model.visual.get_submodule("trunk.blocks").children())) == 3
     save_model(model, tmp_path / "model")
@@ -86,14 +86,14 @@ def test_timm_options_are_stored_and_checked(tmp_path: Path) -> None:
     ]  # fmt: skip
     for wrong in refused:
         with pytest.raises(ConfigError, match="must be a number of at most"):
-            architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=wrong)
+            create_architecture("ViT-Ti-4-16", image="timm:test_vit", image_options=wrong)
     with pytest.raises(ConfigError, match="image_options require model"):
-        architecture("ViT-Ti-4-16", image_options=options)
+        create_architecture("ViT-Ti-4-16", image_options=options)
 
 
 def test_library_towers_get_images_in_the_layout_of_fast_convolutions() -> None:
     pytest.importorskip("timm")
-    model = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), seed=0).eval()
+    model = create(create_architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), seed=0).eval()
     seen: list[torch.Tensor] = []
     model.visual.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from clipkit.export.write import export
 from clipkit.inference.explain import check_files
 from clipkit.model.attention import attention_blocks, attention_maps, patch_grid, text_heatmaps
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.towers import Padded, ResidualAttentionBlock
 
 FULL = Padded()
@@ -52,7 +52,7 @@ def test_maps_equal_transformers(tmp_path: Path) -> None:
 
 def test_maps_equal_timm() -> None:
     utilities = pytest.importorskip("timm.utils.attention_extract")
-    model = create(architecture("ViT-Ti-8-48", image="timm:test_vit"), seed=0).eval()
+    model = create(create_architecture("ViT-Ti-8-48", image="timm:test_vit"), seed=0).eval()
     images = random_images(model)
     trunk = deepcopy(model.visual.get_submodule("trunk"))
     mean, std = model.colors
@@ -68,7 +68,7 @@ def test_maps_equal_timm() -> None:
 
 @pytest.mark.parametrize("name", ["ViT-Ti-8-48", "open_clip:coca_ViT-B-32"])
 def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> None:
-    model, plain = create(architecture(name), seed=0).eval(), F.scaled_dot_product_attention
+    model, plain = create(create_architecture(name), seed=0).eval(), F.scaled_dot_product_attention
     images = random_images(model)
     with torch.no_grad():
         before = model.encode_image(images)
@@ -124,7 +124,7 @@ def test_heatmaps_equal_finite_differences() -> None:
     ],
 )
 def test_towers_without_global_attention_are_rejected(name: str, message: str) -> None:
-    model = create(architecture("ViT-Ti-8-48", image=f"timm:{name}"), seed=0).eval()
+    model = create(create_architecture("ViT-Ti-8-48", image=f"timm:{name}"), seed=0).eval()
     with pytest.raises(ConfigError, match=message):
         clipkit.explain(torch.zeros(48, 48, 3, dtype=torch.uint8), "a cat", model)
 

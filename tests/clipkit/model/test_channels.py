@@ -13,7 +13,7 @@ from clipkit.config import Config, LoraConfig, LossConfig, ModelConfig, PixelsCo
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import OPENAI_MEAN, Preprocess, eval_pixels
 from clipkit.samples import PixelRangeError
 from clipkit.training.build import first_model, shape_of
@@ -57,7 +57,7 @@ def test_weights_extended_with_zeros_give_the_embeddings_of_rgb(
     values = bands()
     (tmp_path / "bands.tif").write_bytes(bands_of(values, compression="zlib"))
     extended = first(weights=str(folder))
-    extended.preprocess = extended.preprocess.with_decoding(pixel_range=RANGES)
+    extended.preprocess = extended.preprocess.replace_decoding(pixel_range=RANGES)
     pixels = eval_pixels(tmp_path / "bands.tif", extended.preprocess)
     colors = eval_pixels(values[..., :3].astype(np.uint8), model.preprocess)
     assert torch.equal(pixels[:3], colors) and pixels.shape == (BANDS, SIDE, SIDE)
@@ -77,13 +77,13 @@ def test_weights_extended_with_zeros_give_the_embeddings_of_rgb(
 @pytest.mark.parametrize("image", ["open_clip", TIMM, "timm:resnet18"])
 def test_towers_of_libraries(image: str, tmp_path: Path) -> None:
     if image == "open_clip":
-        shape = architecture("open_clip:RN50")
+        shape = create_architecture("open_clip:RN50")
         vision: Any = shape.vision
         small = replace(vision, image_size=64, config={**vision.config, "layers": [1, 1, 1, 1], "width": 16})
         model = create(replace(shape, vision=small), seed=0).eval()
         images = torch.rand(2, BANDS, 64, 64)
     else:
-        model = create(architecture("ViT-Ti-4-16", image=image, image_size=224), seed=0).eval()
+        model = create(create_architecture("ViT-Ti-4-16", image=image, image_size=224), seed=0).eval()
         images = torch.rand(2, BANDS, 224, 224)
     with torch.no_grad():
         expected = model.encode_image(images[:, :3])

@@ -8,8 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipkit import create
-from clipkit.model.cpu import PackedWeights, in_parallel, one_core_each
-from clipkit.model.lora import Adapters, add_adapters
+from clipkit.model.architectures import Adapters
+from clipkit.model.cpu import PackedWeights, open_core_pool, run_parallel
+from clipkit.model.lora import add_adapters
 
 SHAPE = "ViT-Ti-4-16"
 
@@ -20,7 +21,7 @@ def test_packed_linear_equals_plain_linear(dtype: torch.dtype) -> None:
     weights = PackedWeights(layer)
     with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         expected = layer(x)
-        with weights.used():
+        with weights.activate():
             found = layer(x)
     assert len(weights._packed) == 1
     assert found.dtype == expected.dtype == dtype
@@ -30,7 +31,7 @@ def test_packed_linear_equals_plain_linear(dtype: torch.dtype) -> None:
 def test_packed_weights_are_not_used_where_they_do_not_apply() -> None:
     layer, other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64)
     weights, x = PackedWeights(layer), torch.randn(64, 64)
-    with weights.used():
+    with weights.activate():
         torch.autograd.backward(layer(x).sum())
         assert layer.weight.grad is not None
         with torch.inference_mode():
@@ -51,7 +52,7 @@ def test_packed_weights_keep_adapters() -> None:
             if name.endswith(".up"):
                 value.normal_()
         expected = model.encode_image(images)
-        with PackedWeights(model).used():
+        with PackedWeights(model).activate():
             torch.testing.assert_close(model.encode_image(images), expected)
 
 
@@ -69,14 +70,14 @@ def test_parallel_batches_keep_order_and_modes_on_one_core_each() -> None:
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             expected = torch.cat([model.encode_image(batch) for batch in images.split(16)])
-            found = torch.cat([*in_parallel(model, work, images.split(16))])
+            found = torch.cat([*run_parallel(model, work, images.split(16))])
         assert torch.get_num_threads() == 3
         assert {one[1:] for one in seen} == {(1, False, False, True)}
         assert threading.get_ident() not in {one[0] for one in seen}
         torch.testing.assert_close(found, expected, atol=0.02, rtol=0)
         seen.clear()
         with torch.inference_mode():
-            [*in_parallel(model, work, images.split(40))]  # fewer batches than cores
+            [*run_parallel(model, work, images.split(40))]  # fewer batches than cores
         assert set(seen) == {(threading.get_ident(), 3, False, True, False)}
     finally:
         torch.set_num_threads(threads)
@@ -92,7 +93,7 @@ def test_error_in_a_batch_ends_the_pool() -> None:
 
     threads = torch.get_num_threads()
     with pytest.raises(ValueError, match="two"):
-        [*in_parallel(model, work, range(9))]
+        [*run_parallel(model, work, range(9))]
     assert torch.get_num_threads() == threads
-    with one_core_each(2) as pool:
+    with open_core_pool(2) as pool:
         assert pool.submit(torch.get_num_threads).result() == 1

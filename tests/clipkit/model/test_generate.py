@@ -48,7 +48,7 @@ class Letters:
         rows = [[1, *map(self.words.index, text), self.end] for text in texts]
         return torch.tensor([[*row, *[0] * (8 - len(row))] for row in rows])
 
-    def of_length(self, context_length: int) -> "Letters":
+    def replace_length(self, context_length: int) -> "Letters":
         return self
 
     def decode(self, ids: list[int]) -> str:
@@ -82,7 +82,7 @@ def next_logits(model: CLIP, seen: Tensor, rows: Tensor) -> Tensor:
     assert decoder is not None
     text = model.decoder_input(rows, lengths=[rows.shape[1]] * len(rows))
     x = decoder.embed(rows) if text is None else text.x
-    return decoder.hidden(seen, x, text=text)[:, -1] @ decoder.text_projection
+    return decoder.compute_hidden(seen, x, text=text)[:, -1] @ decoder.text_projection
 
 
 class Recomputed(Prefixes):
@@ -290,7 +290,7 @@ def test_coca_is_loaded_and_exported_with_its_decoder(coca: Path, tmp_path: Path
         wanted = theirs(pixels, tokens)
         for model in (ours, again):
             lengths = (tokens.argmax(dim=-1) + 1).tolist()
-            image, text, _, *read = model(shown, tokens, with_tokens=True)
+            image, text, _, *read = model(shown, tokens, return_tokens=True)
             nll_sum = Caption().total(model, shown, read, captions=tokens, lengths=lengths)
             torch.testing.assert_close(image, wanted["image_features"], rtol=0, atol=1e-9)
             torch.testing.assert_close(text, wanted["text_features"], rtol=0, atol=1e-9)

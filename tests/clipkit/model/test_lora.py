@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
-from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.architectures import Adapters, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.lora import Adapters, add_adapters, is_adapter, merge_adapters
-from clipkit.model.names import architecture
+from clipkit.model.lora import add_adapters, is_adapter, merge_adapters
+from clipkit.model.names import create_architecture
 from tests.forked import Forked
 from tests.small_trainings import write_pairs
 
@@ -39,7 +39,7 @@ def randomize(model: CLIP) -> None:
 
 @pytest.mark.parametrize("image", ["", "timm:vit_tiny_patch16_224", "timm:resnet10t"])
 def test_merged_and_unmerged_models_agree(image: str) -> None:
-    shape = OWN if not image else replace(OWN, vision=architecture("ViT-Ti-4-16", image=image).vision)
+    shape = OWN if not image else replace(OWN, vision=create_architecture("ViT-Ti-4-16", image=image).vision)
     model = create(shape, seed=0).eval()
     images = torch.randint(
         0, 256, (2, 3, shape.vision.image_size, shape.vision.image_size), dtype=torch.uint8

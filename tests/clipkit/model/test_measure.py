@@ -31,7 +31,7 @@ from clipkit.model.measure import (
     measuring,
     text_flops,
 )
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.training.costs import measure_step
 
 LIBRARY_TOWER = OpenClipVision(
@@ -115,7 +115,7 @@ PROFILES = {
 @pytest.mark.parametrize("name", PROFILES)
 def test_parameters_and_flops_of_published_profiles(name: str) -> None:
     millions, image, text = PROFILES[name]
-    model = meta(architecture(name))
+    model = meta(create_architecture(name))
     found = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert found == pytest.approx(millions, abs=0.006)
     gflops = {"image": image_flops(model).forward / 1e9, "text": text_flops(model, 77).forward / 1e9}
@@ -128,7 +128,7 @@ def test_parameters_and_flops_of_published_profiles(name: str) -> None:
 
 def test_kept_patches_cost_as_much_as_a_smaller_image() -> None:
     shape = ARCHITECTURES["ViT-B-32"]
-    smaller = shape.resized(image_size=160)  # 25 patches
+    smaller = shape.replace_size(image_size=160)  # 25 patches
     assert image_flops(meta(shape), patches=25) == image_flops(meta(smaller))
 
 
@@ -166,7 +166,7 @@ def test_tower_that_reads_values_cannot_be_measured() -> None:
         def forward(self, images: Tensor) -> Tensor:
             return images.mean((1, 2)) * float(images.sum())
 
-    model = create(replace(architecture("ViT-Ti-4-16"), vision=LIBRARY_TOWER), seed=0)
+    model = create(replace(create_architecture("ViT-Ti-4-16"), vision=LIBRARY_TOWER), seed=0)
     model.visual = Looking()
     assert image_gflops(model) is None
     with pytest.raises(Unmeasurable):

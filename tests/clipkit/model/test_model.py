@@ -222,7 +222,7 @@ def test_weights_load_from_and_into_open_clip(name: str) -> None:
     config["vision_cfg"]["layers"] = config["text_cfg"]["layers"] = 2
     theirs = open_clip.CLIP(**config).eval()
     shape = ARCHITECTURES[name]
-    image_tower, text_tower = shape.own_towers()
+    image_tower, text_tower = shape.get_plain_towers()
     shape = replace(shape, vision=replace(image_tower, layers=2), text=replace(text_tower, layers=2))
     images, tokens = random_images(3, 224), tokenize(TEXTS[:10])
     ours = CLIP(shape).eval()
@@ -298,7 +298,7 @@ def from_transformers(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def initial_statistics(model: CLIP) -> dict[str, tuple[str, float]]:
     """The table of ``CLIP.initialize``: distribution and its standard deviation or half width, by name."""
-    image_tower, text_tower = model.architecture.own_towers()
+    image_tower, text_tower = model.architecture.get_plain_towers()
     vision, text, patch = image_tower.width, text_tower.width, image_tower.patch_size
     out = text**-0.5 * (2 * text_tower.layers) ** -0.5
     table = {

@@ -14,7 +14,7 @@ from torch import Tensor
 import clipkit.model.clip
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, varlen_runs
+from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, supports_varlen
 
 LENGTHS = [5, 2, 77, 5, 9, 33, 2, 9, 9, 12, 3, 76]
 CPU = torch.device("cpu")
@@ -44,7 +44,7 @@ def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bo
 def padded(model: CLIP, tokens: Tensor) -> Tensor:
     """Text features of the padded tower, as computed if lengths are unknown."""
     x = model.token_embedding(tokens) + model.positional_embedding[: tokens.shape[1]]
-    read = model.ln_final(model.transformer(x, Padded.texts(tokens, causal=True)))
+    read = model.ln_final(model.transformer(x, Padded.from_texts(tokens, causal=True)))
     return F.normalize(read @ model.text_projection, dim=-1)
 
 
@@ -62,7 +62,7 @@ def test_packed_features_and_gradients_equal_padded_ones(
     tiny: CLIP, how: str, dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == "by segment":
-        monkeypatch.setattr(clipkit.model.clip, "varlen_runs", lambda *_, **__: True)
+        monkeypatch.setattr(clipkit.model.clip, "supports_varlen", lambda *_, **__: True)
         monkeypatch.setattr(clipkit.model.clip, "attention_varlen", by_segment)
     model, tokens = tiny.to(dtype), texts(LENGTHS)
     want, own = padded(model, tokens), model.encode_text(tokens, lengths=LENGTHS)
@@ -87,13 +87,13 @@ def test_features_are_equal_with_and_without_lengths(tiny: CLIP) -> None:
 @given(lengths=st.lists(st.integers(1, 12), max_size=20))
 def test_pack_places_each_token_once(lengths: list[int]) -> None:
     packed = pack(lengths, longest=12, attention=attention_by_length, device=CPU)
-    pairs = sorted(zip(packed.rows.tolist(), packed.places.tolist(), strict=True))
+    pairs = sorted(zip(packed.rows.tolist(), packed.positions.tolist(), strict=True))
     assert pairs == [(row, place) for row, length in enumerate(lengths) for place in range(length)]
     assert [length for texts, length in packed.counts for _ in range(texts)] == sorted(lengths)
     assert packed.starts.tolist() == [sum(sorted(lengths)[:n]) for n in range(len(lengths) + 1)]
     assert packed.starts.dtype == torch.int32
-    ends = packed.read(torch.stack([packed.rows, packed.places], dim=1))
-    assert packed.in_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
+    ends = packed.select_readout(torch.stack([packed.rows, packed.positions], dim=1))
+    assert packed.restore_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
 
 
 @given(
@@ -107,7 +107,7 @@ def test_attention_by_length_equals_attention_by_segment(
     packed = pack(lengths, longest=9, attention=attention_by_length, device=CPU)
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, sum(lengths), heads, 4, generator=generator, dtype=torch.float64)
-    query = packed.read(q) if ends_only else q
+    query = packed.select_readout(q) if ends_only else q
     ours = attention_by_length(query, k, v, packed, ends_only=ends_only)
     assert (ours - by_segment(query, k, v, packed, ends_only=ends_only)).abs().max() <= 1e-14
 
@@ -127,7 +127,7 @@ def test_linear_layers_process_only_real_tokens(tiny: CLIP, monkeypatch: pytest.
 
 
 def test_varlen_kernel_is_not_used_on_cpu(tiny: CLIP) -> None:
-    assert not varlen_runs(CPU, torch.bfloat16, head_width=64)
+    assert not supports_varlen(CPU, torch.bfloat16, head_width=64)
     half = tiny.bfloat16()
     with torch.no_grad():
         assert half.encode_text(texts([3, 9]), lengths=[3, 9]).dtype == torch.float32
@@ -144,7 +144,7 @@ def test_packed_features_equal_padded_ones_on_gpu(tiny: CLIP, how: str) -> None:
     wanted = gradients(exact, want)
     model = exact if how == "autocast" else exact.to(getattr(torch, how))
     with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
-        assert varlen_runs(device, model.text_projection.dtype, head_width=16)
+        assert supports_varlen(device, model.text_projection.dtype, head_width=16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")  # no synchronization with the device
@@ -159,7 +159,7 @@ def test_packed_features_equal_padded_ones_on_gpu(tiny: CLIP, how: str) -> None:
     packed = pack(LENGTHS, longest=77, attention=attention_varlen, device=device)
     q, k, v = torch.randn(3, sum(LENGTHS), 4, 16, device=device, dtype=torch.bfloat16)
     for ends_only in (False, True):
-        query = packed.read(q) if ends_only else q
+        query = packed.select_readout(q) if ends_only else q
         ours = attention_varlen(query, k, v, packed, ends_only=ends_only).float()
         plain = by_segment(query.float(), k.float(), v.float(), packed, ends_only=ends_only)
         assert (ours - plain).abs().max() < 0.03

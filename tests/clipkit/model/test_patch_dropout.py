@@ -13,7 +13,7 @@ from torch import Tensor
 from clipkit.errors import ConfigError
 from clipkit.model import Architecture, TextTower, TimmVision
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import Padded, VisionTransformer, kept_patches
+from clipkit.model.towers import Padded, VisionTransformer, draw_patches
 
 
 @given(
@@ -26,22 +26,22 @@ def test_kept_patches_are_a_function_of_seed_and_row(
     seed: int, rows: list[int], patches: int, data: st.DataObject
 ) -> None:
     keep = data.draw(st.integers(1, patches))
-    kept = kept_patches(seed=seed, rows=torch.tensor(rows), patches=patches, keep=keep)
+    kept = draw_patches(seed=seed, rows=torch.tensor(rows), patches=patches, keep=keep)
     assert kept.shape == (len(rows), keep)
     assert kept.dtype == torch.int64
     assert all(row == sorted(set(row)) for row in kept.tolist())
     assert kept.min() >= 0 and kept.max() < patches
     for row, whole in zip(rows, kept, strict=True):  # independent of the other rows
-        alone = kept_patches(seed=seed, rows=torch.tensor([row]), patches=patches, keep=keep)
+        alone = draw_patches(seed=seed, rows=torch.tensor([row]), patches=patches, keep=keep)
         assert torch.equal(alone[0], whole)
 
 
 def test_kept_patches_are_uniform() -> None:
     """Over rows and seeds: chi-squared test with 19 degrees of freedom of the 20 ways to keep 3 of 6."""
     rows = torch.arange(20_000)
-    over_rows = kept_patches(seed=7, rows=rows, patches=6, keep=3)
+    over_rows = draw_patches(seed=7, rows=rows, patches=6, keep=3)
     over_seeds = torch.cat(
-        [kept_patches(seed=seed, rows=torch.tensor([5]), patches=6, keep=3) for seed in range(2000)]
+        [draw_patches(seed=seed, rows=torch.tensor([5]), patches=6, keep=3) for seed in range(2000)]
     )
     for kept in (over_rows, over_seeds):
         counts = Counter(map(tuple, kept.tolist()))
@@ -54,7 +54,7 @@ def test_kept_patches_of_rows_and_steps_are_independent() -> None:
     rows = torch.arange(4000)
 
     def chosen(seed: int, rows: Tensor) -> Tensor:
-        kept = kept_patches(seed=seed, rows=rows, patches=16, keep=8)
+        kept = draw_patches(seed=seed, rows=rows, patches=16, keep=8)
         return torch.zeros(len(rows), 16).scatter(1, kept, 1.0)
 
     first = chosen(3, rows)
@@ -63,7 +63,7 @@ def test_kept_patches_of_rows_and_steps_are_independent() -> None:
 
 
 def test_kept_patches_have_fixed_values() -> None:
-    kept = kept_patches(seed=1, rows=torch.tensor([0, 1, 2**33]), patches=16, keep=4)
+    kept = draw_patches(seed=1, rows=torch.tensor([0, 1, 2**33]), patches=16, keep=4)
     assert kept.tolist() == [[2, 3, 6, 12], [2, 8, 13, 15], [1, 3, 4, 9]]
 
 
@@ -73,7 +73,7 @@ def test_kept_patches_are_equal_on_gpu() -> None:
         pytest.skip("there is no CUDA device")
     rows = torch.arange(1000) * 977
     for keep in (1, 98, 195, 196):
-        here, there = (kept_patches(seed=3, rows=one, patches=196, keep=keep) for one in (rows, rows.cuda()))
+        here, there = (draw_patches(seed=3, rows=one, patches=196, keep=keep) for one in (rows, rows.cuda()))
         assert torch.equal(here, there.cpu())
 
 
@@ -104,7 +104,7 @@ def test_image_tower_uses_only_kept_patches(tiny: CLIP, keep: int) -> None:
         0, 256, (5, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     images = (pixels.double() / 255 - model.get_buffer("_mean")) / model.get_buffer("_std")
-    patches = kept_patches(seed=0, rows=torch.arange(5), patches=16, keep=keep)
+    patches = draw_patches(seed=0, rows=torch.arange(5), patches=16, keep=keep)
     ours, want = model.encode_image(pixels, patches=patches), masked(model, images, patches)
     assert (ours - want).abs().max() <= 1e-12
     assert (model.encode_image(images, patches=patches) - want).abs().max() <= 1e-12
@@ -122,7 +122,7 @@ def test_model_passes_patches_to_the_image_tower(tiny: CLIP) -> None:
     pixels = torch.randint(
         0, 256, (2, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
-    patches = kept_patches(seed=0, rows=torch.arange(2), patches=16, keep=5)
+    patches = draw_patches(seed=0, rows=torch.arange(2), patches=16, keep=5)
     image, _, _ = tiny(pixels, torch.full((2, 3), 5), patches)
     assert torch.equal(image, tiny.encode_image(pixels, patches=patches))
 

@@ -17,7 +17,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP, create
 from clipkit.model.measure import image_flops
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.pixels import PixelTransformer, even_palette
 from clipkit.training.build import shape_of
 
@@ -32,7 +32,7 @@ def tower(*, causal: bool = True, colors: int = 27, seed: int = 0) -> PixelTrans
 
 
 def logits(model: PixelTransformer, colors: torch.Tensor, chosen: torch.Tensor | None = None) -> torch.Tensor:
-    found: torch.Tensor = model.proj_colors(model.outputs(colors, chosen)).detach()
+    found: torch.Tensor = model.proj_colors(model.compute_tokens(colors, chosen)).detach()
     return found
 
 
@@ -67,7 +67,7 @@ def test_logits_equal_transformers() -> None:
     torch.testing.assert_close(logits(own, colors), expected, rtol=1e-5, atol=1e-5)
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), colors.flatten(), reduction="sum")
     pixels = even_palette(27)[colors].transpose(1, 2).unflatten(2, (4, 4))
-    _, tokens = own.with_tokens(pixels)
+    _, tokens = own.encode_with_tokens(pixels)
     assert own.nll(pixels, tokens).item() == pytest.approx(loss.item(), rel=1e-5)
 
 
@@ -98,9 +98,9 @@ def test_palette_colors_map_to_themselves(colors: int) -> None:
     assert len(palette.unique(dim=0)) == colors
     model = PixelTransformer(side=4, width=8, layers=1, heads=1, colors=colors, causal=True, output_dim=8)
     image = palette[:16].T.unflatten(1, (4, 4))[None]
-    assert model.colors_of(image).tolist() == [list(range(16))]
+    assert model.quantize_colors(image).tolist() == [list(range(16))]
     stored = ((image + 1) * 127.5).round().to(torch.uint8)
-    assert model.colors_of(stored).tolist() == [list(range(16))]
+    assert model.quantize_colors(stored).tolist() == [list(range(16))]
 
 
 def test_completions_keep_given_pixels_and_sample_from_the_model() -> None:
@@ -109,7 +109,7 @@ def test_completions_keep_given_pixels_and_sample_from_the_model() -> None:
         model.proj_colors.weight.zero_()
     given_colors = torch.arange(6)[None].repeat(200, 1)
     done = list[int]()
-    found = model.completed(given_colors, generator=torch.Generator().manual_seed(0), show=done.append)
+    found = model.complete_pixels(given_colors, generator=torch.Generator().manual_seed(0), show=done.append)
     assert done == list(range(1, 11))
     assert found.shape == (200, 16) and torch.equal(found[:, :6], given_colors)
     counts = torch.bincount(found[:, 6:].flatten(), minlength=27)
@@ -118,7 +118,7 @@ def test_completions_keep_given_pixels_and_sample_from_the_model() -> None:
 
 @pytest.fixture(scope="module")
 def model() -> CLIP:
-    shape = architecture(
+    shape = create_architecture(
         "ViT-Ti-4-16", image="pixels:Ti", image_options={"colors": 8, "causal": False}, image_size=8
     )
     return create(shape, seed=0)
@@ -167,7 +167,7 @@ def test_flops_equal_torch(model: CLIP) -> None:
 
 
 def test_complete_keeps_the_upper_rows(tmp_path: Path) -> None:
-    shape = architecture("ViT-Ti-4-16", image="pixels:Ti", image_options={"colors": 8}, image_size=8)
+    shape = create_architecture("ViT-Ti-4-16", image="pixels:Ti", image_options={"colors": 8}, image_size=8)
     save_model(create(shape, seed=0), tmp_path / "model")
     Image.new("RGB", (20, 20), (255, 255, 255)).save(tmp_path / "white.png")
     command = ["complete", str(tmp_path / "white.png"), "--model", str(tmp_path / "model"), "--out"]

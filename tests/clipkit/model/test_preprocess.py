@@ -15,7 +15,7 @@ from hypothesis import given, settings, strategies as st
 from PIL import Image
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.model.preprocess import Preprocess, batch_of, eval_pixels
+from clipkit.model.preprocess import Preprocess, eval_pixels, preprocess_images
 from clipkit.samples.decode import decode_image
 from clipkit.samples.formats import MAX_PIXELS
 from tests.clipkit.made_images import DEEP, IMAGES, PHOTO, Pixels, encoded, image_file, scene
@@ -161,7 +161,7 @@ def test_all_image_types_give_equal_pixels(tmp_path: Path) -> None:
     want = eval_pixels(data, Preprocess(image_size=16))
     for form in forms:
         assert torch.equal(eval_pixels(form, Preprocess(image_size=16)), want)
-    assert torch.equal(batch_of(forms, Preprocess(image_size=16)), torch.stack([want] * len(forms)))
+    assert torch.equal(preprocess_images(forms, Preprocess(image_size=16)), torch.stack([want] * len(forms)))
     grey = pixels[..., 0]
     in_colour = eval_pixels(np.repeat(grey[..., None], 3, axis=2), Preprocess(image_size=16))
     for form in (grey, torch.from_numpy(grey), Image.fromarray(grey)):

@@ -13,7 +13,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.attention import reads_class_token
 from clipkit.model.clip import create
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.probes import image_representations, layer_count
 from tests.clipkit.stored_models import write_hub_folder
 
@@ -66,7 +66,7 @@ def test_last_layer_equals_the_representation_before_projection() -> None:
 
 
 def pooled_shape(pool: str) -> Architecture:
-    shape = architecture("ViT-Ti-4-16")
+    shape = create_architecture("ViT-Ti-4-16")
     assert shape.vision.plain is not None
     return replace(shape, vision=replace(shape.vision.plain, pool=pool))
 
@@ -104,7 +104,9 @@ def test_layers_of_each_pooling(pool: str) -> None:
 )
 def test_layers_of_timm_poolings(tower: str, class_token: bool) -> None:
     options = {"depth": 2, "embed_dim": 48, "num_heads": 3}
-    model = create(architecture("ViT-Ti-4-16", image=f"timm:{tower}", image_options=options), seed=0).eval()
+    model = create(
+        create_architecture("ViT-Ti-4-16", image=f"timm:{tower}", image_options=options), seed=0
+    ).eval()
     assert reads_class_token(model) is class_token
     blocks, seen = model.visual.get_submodule("trunk.blocks"), list[torch.Tensor]()
     handle = blocks.get_submodule("0").register_forward_hook(lambda _, __, result: seen.append(result))
@@ -120,7 +122,7 @@ def test_layers_of_timm_poolings(tower: str, class_token: bool) -> None:
 def test_layers_of_timm_and_pixel_towers(kind: str) -> None:
     image = "timm:vit_tiny_patch16_224" if kind == "timm" else "pixels:Ti"
     options = {"depth": 2, "embed_dim": 48, "num_heads": 3} if kind == "timm" else {"colors": 8}
-    shape = architecture(
+    shape = create_architecture(
         "ViT-Ti-4-16", image=image, image_options=options, image_size=0 if kind == "timm" else 8
     )
     model = create(shape, seed=0).eval()
@@ -134,7 +136,7 @@ def test_layers_of_timm_and_pixel_towers(kind: str) -> None:
     assert last == (2 if kind == "timm" else 6)
     torch.testing.assert_close(out.layers[1], seen[0][:, 0] if kind == "timm" else seen[0].mean(dim=1))
     assert out.layers[last].shape == out.before_projection.shape
-    wide = create(architecture("ViT-Ti-4-16", image="timm:swin_tiny_patch4_window7_224"), seed=0)
+    wide = create(create_architecture("ViT-Ti-4-16", image="timm:swin_tiny_patch4_window7_224"), seed=0)
     with torch.inference_mode(), pytest.raises(ConfigError, match="another width than its output"):
         image_representations(wide, random_images(wide, 1), layers=[1])
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from clipkit.model.clip import CLIP
-from clipkit.model.resample import fit_positions, fitted_grid, smooth_grid
+from clipkit.model.resample import fit_positions, resize_grid, smooth_grid
 
 NAME = "visual.positional_embedding"
 
@@ -14,15 +14,15 @@ NAME = "visual.positional_embedding"
 def test_fitted_grid_equals_fit_positions(side: int, new_side: int) -> None:
     old = torch.randn(1 + side**2, 3, generator=torch.Generator().manual_seed(side))
     wanted = torch.Size((1 + new_side**2, 3))
-    fitted = fitted_grid(old, new_side)
+    fitted = resize_grid(old, new_side)
     assert fitted.shape == wanted
     assert torch.allclose(fitted, fit_positions({NAME: old}, {NAME: wanted})[NAME], atol=1e-6)
 
 
 def test_gradient_reaches_all_positions() -> None:
     old = torch.randn(1 + 49, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda one: fitted_grid(one, 3), old)
-    fitted_grid(old, 3).square().sum().backward()
+    assert torch.autograd.gradcheck(lambda one: resize_grid(one, 3), old)
+    resize_grid(old, 3).square().sum().backward()
     assert old.grad is not None
     assert (old.grad.abs().sum(dim=1) > 0).all()
 
@@ -46,8 +46,8 @@ def test_grid_cached_in_inference_mode_is_trainable_and_float32(tiny: CLIP) -> N
     trained.sum().backward()
     positions = torch.randn(17, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        fitted = fitted_grid(positions, 3)
-    assert torch.equal(fitted, fitted_grid(positions, 3)) and fitted.dtype == torch.float32
+        fitted = resize_grid(positions, 3)
+    assert torch.equal(fitted, resize_grid(positions, 3)) and fitted.dtype == torch.float32
 
 
 def test_tower_accepts_smaller_and_larger_images(tiny: CLIP) -> None:

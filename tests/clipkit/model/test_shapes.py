@@ -18,7 +18,7 @@ from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model import Architecture, ClassTable, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.probes import image_representations
-from clipkit.model.towers import AttentionPooling, sincos_grid, tied_grid
+from clipkit.model.towers import AttentionPooling, average_grid, sincos_grid
 from clipkit.training.build import first_model, shape_of
 from clipkit.training.optim import make_optimizer
 
@@ -227,7 +227,7 @@ def test_smoothed_row_and_column_positions_are_tied() -> None:
     table = one.visual.get_parameter("positional_embedding")
     before = table.detach().clone()
     one.architecture.vision.smooth_positions(one.visual, 16)
-    torch.testing.assert_close(tied_grid(table), table)
+    torch.testing.assert_close(average_grid(table), table)
     assert float(table.detach()[1:].std()) == pytest.approx(float(before[1:].std()), rel=0.5)
 
 
@@ -258,7 +258,7 @@ def test_row_and_column_positions_stay_tied(name: str) -> None:
             torch.testing.assert_close(table.grad[1::4, :24], of_each[0] / 4)
             torch.testing.assert_close(table.grad[1:5, 24:], of_each[1] / 4)
         optimizer.step()
-    torch.testing.assert_close(tied_grid(table), table, rtol=0, atol=1e-6)
+    torch.testing.assert_close(average_grid(table), table, rtol=0, atol=1e-6)
 
 
 def test_patch_order_is_irrelevant_without_positions() -> None:
@@ -305,14 +305,14 @@ def test_shape_settings_replace_named_sizes() -> None:
         image_width=384, image_layers=6, image_mlp=2.0, patch=16, pool="map", text_width=256, embed=128
     )
     plain = sized()
-    vision, text = plain.own_towers()
+    vision, text = plain.get_plain_towers()
     assert shape == replace(
         plain,
         embed_dim=128,
         vision=replace(vision, width=384, layers=6, heads=6, mlp_ratio=2.0, patch_size=16, pool="map"),
         text=replace(text, width=256, heads=4),
     )
-    assert sized(image_width=384, image_heads=2).own_towers()[0].heads == 2
+    assert sized(image_width=384, image_heads=2).get_plain_towers()[0].heads == 2
 
 
 def test_invalid_sizes_are_rejected() -> None:

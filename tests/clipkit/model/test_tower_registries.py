@@ -13,7 +13,7 @@ from clipkit.formats.checkpoint import parse_architecture, serialize_architectur
 from clipkit.model import IMAGE_TOWERS, TEXT_TOWERS
 from clipkit.model.architectures import Architecture
 from clipkit.model.measure import image_flops, text_flops
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.training.parallel import recompute_blocks
 from tests.clipkit.model.toy_towers import ToyText, ToyVision
 from tests.forked import Ended, Forked
@@ -30,7 +30,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shape(tower: str) -> Architecture:
-    return architecture("ViT-Ti-4-16", **{tower: TOWERS[tower].partition("=")[2]})  # type: ignore[arg-type]
+    return create_architecture("ViT-Ti-4-16", **{tower: TOWERS[tower].partition("=")[2]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("tower", TOWERS)
@@ -42,7 +42,7 @@ def test_model_with_registered_tower(tower: str) -> None:
         parse_architecture(json.loads(json.dumps(serialize_architecture(model.architecture))))
         == model.architecture
     )
-    assert model.architecture.is_own == (tower == "image")
+    assert model.architecture.is_native == (tower == "image")
     pixels = torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8)
     assert torch.allclose(model.encode_image(pixels).norm(dim=-1), torch.ones(2))
     assert torch.allclose(clipkit.encode_text(["a", "b c"], model).norm(dim=-1), torch.ones(2))
@@ -64,7 +64,7 @@ def test_default_tower_rejects_recomputation() -> None:
 
 def test_unknown_kinds_list_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"give timm:NAME.* or toy:CELLS"):
-        architecture("ViT-Ti-4-16", image="toys:4")
+        create_architecture("ViT-Ti-4-16", image="toys:4")
     stored = {**serialize_architecture(shape("image")), "vision": {"kind": "toys"}}
     with pytest.raises(CheckpointError, match="kind = 'toys' is unknown: did you mean 'toy'"):
         parse_architecture(stored)

@@ -15,7 +15,7 @@ from clipkit.model.zero_shot import (
     DEFAULT_TEMPLATES,
     encode_prompts,
     fill_template,
-    indistinguishable_classes,
+    find_indistinguishable_classes,
     zero_shot_classifier,
 )
 
@@ -160,11 +160,11 @@ def test_further_templates_are_compared_only_for_equal_names() -> None:
     names = [f"class {i}" for i in range(1000)] + ["class 7"]
     prompts = [[fill_template(one, name) for one in templates] for name in names]
     ByteTokenizer.asked = 0
-    assert indistinguishable_classes(ByteTokenizer(), prompts) == [(7, 1000)]
+    assert find_indistinguishable_classes(ByteTokenizer(), prompts) == [(7, 1000)]
     assert ByteTokenizer.asked == 1001 + 2 * 79
 
 
 def test_classes_with_several_names_are_compared_name_by_name() -> None:
     prompts = [["crane", "bird"], ["crane"], ["Crane", "machine"], ["CRANE", "bird "], ["crane "], ["x", "y"]]
-    assert indistinguishable_classes(ClipTokenizer(), prompts) == [(0, 3), (1, 4)]
-    assert indistinguishable_classes(ClipTokenizer(), []) == []
+    assert find_indistinguishable_classes(ClipTokenizer(), prompts) == [(0, 3), (1, 4)]
+    assert find_indistinguishable_classes(ClipTokenizer(), []) == []

@@ -39,7 +39,7 @@ class ToyVision(ImageArchitecture):
     image_size: int = 16
     cells: int
     setting = "toy:CELLS"
-    own = True
+    native = True
     has_blocks = False
 
     @classmethod
@@ -53,7 +53,7 @@ class ToyVision(ImageArchitecture):
     def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
         return Cells(self.cells, embed_dim)
 
-    def layer_of(self, module: nn.Module) -> Callable[[str], Layer] | None:
+    def map_layers(self, module: nn.Module) -> Callable[[str], Layer] | None:
         return lambda name: STEM if name.startswith("hidden.") else None
 
 

@@ -19,7 +19,7 @@ from clipkit.model import decoder as decoders
 from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
 from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import caption_nll
-from clipkit.model.towers import Padded, chosen_rows
+from clipkit.model.towers import Padded, draw_rows
 from clipkit.objectives import select_terms
 from clipkit.objectives.caption import Caption
 from clipkit.training.build import first_model, lock, places, shape_of
@@ -62,7 +62,7 @@ def batch(rows: int = 7, *, width: int = 20) -> tuple[Tensor, Tensor]:
 
 def logits_of(model: CLIP, seen: Tensor, tokens: Tensor, parallel: Tensor | None = None) -> Tensor:
     assert model.text_decoder is not None
-    hidden = model.text_decoder.hidden(seen, model.text_decoder.embed(tokens, parallel), parallel)
+    hidden = model.text_decoder.compute_hidden(seen, model.text_decoder.embed(tokens, parallel), parallel)
     return hidden @ model.text_decoder.text_projection
 
 
@@ -80,7 +80,7 @@ def test_decoder_logits_and_names_equal_open_clip(quick_gelu: bool) -> None:
     seen, text = (torch.randn(3, length, 32, dtype=torch.float64) for length in (17, 9))
     expected = theirs(seen, text)
     assert expected.std() > 0.1
-    assert (ours.hidden(seen, text) @ ours.text_projection - expected).abs().max() < 1e-10
+    assert (ours.compute_hidden(seen, text) @ ours.text_projection - expected).abs().max() < 1e-10
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bo
     rows = torch.arange(len(tokens)) % 2 == 0 if parallel else None
     if rows is not None:
         given["parallel"] = rows
-    features = model(images, tokens, with_tokens=True)[:3]
+    features = model(images, tokens, return_tokens=True)[:3]
     sums = sum_term(model, Caption(), images, tokens, **given)
     for found, plain in zip(features, model(images, tokens), strict=True):
         assert torch.allclose(found, plain, rtol=0, atol=1e-12)
     assert model.text_decoder is not None
     _, seen = model.image_tokens(images)
     if (text := model.decoder_input(tokens)) is not None:
-        hidden = model.text_decoder.hidden(seen, text.x[:, :LENGTH], text=text)
+        hidden = model.text_decoder.compute_hidden(seen, text.x[:, :LENGTH], text=text)
         logits = hidden @ model.text_decoder.text_projection
     else:
         logits = logits_of(model, seen, tokens[:, :LENGTH], rows)
@@ -108,7 +108,7 @@ def test_caption_term_is_cross_entropy_up_to_end_of_text(feed: str, parallel: bo
     expected = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="sum")
     assert torch.allclose(sums, expected, rtol=1e-12)
     lengths = (tokens.argmax(dim=1) + 1).tolist()
-    outputs = model(images, tokens, lengths=lengths, with_tokens=True)
+    outputs = model(images, tokens, lengths=lengths, return_tokens=True)
     again = Caption().total(model, images, outputs[3:], lengths=lengths, **given)
     assert torch.allclose(again, sums, rtol=1e-12)
 
@@ -127,7 +127,7 @@ def test_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -
             assert torch.allclose(model.encode_text(tokens, lengths=known)[row], expected, rtol=0, atol=1e-12)
             features, _ = model.text_tokens(tokens, lengths=known)
             assert torch.allclose(features[row], expected, rtol=0, atol=1e-12)
-    padded = model.ln_final(model.transformer(text.x, Padded.texts(tokens, causal=False)))
+    padded = model.ln_final(model.transformer(text.x, Padded.from_texts(tokens, causal=False)))
     features = F.normalize(padded @ model.text_projection, dim=1)
     assert torch.allclose(features, model.encode_text(tokens), rtol=0, atol=1e-12)
 
@@ -135,8 +135,10 @@ def test_shared_text_tower_is_causal_and_attends_to_images_for_captions_only() -
     seen, x = decoder.image_projection(shown), text.x
     for block, cross in zip(model.transformer.blocks, decoder.cross_blocks, strict=True):
         x = block(x, Padded(ends=torch.empty(0)))
-        x = x + cross.attn.read(cross.ln_1_kv(seen), cross.ln_1(x), full)
-    assert torch.allclose(decoder.hidden(shown, text.x, text=text), model.ln_final(x), rtol=0, atol=1e-12)
+        x = x + cross.attn.attend_query(cross.ln_1_kv(seen), cross.ln_1(x), full)
+    assert torch.allclose(
+        decoder.compute_hidden(shown, text.x, text=text), model.ln_final(x), rtol=0, atol=1e-12
+    )
 
 
 def test_text_feed_requires_a_causal_text_tower() -> None:
@@ -210,12 +212,12 @@ def test_caption_loss_is_float32_under_autocast() -> None:
 
 def test_parallel_rows_are_a_function_of_seed_and_row() -> None:
     rows = torch.arange(4000)
-    chosen = chosen_rows(seed=5, rows=rows, fraction=0.75)
+    chosen = draw_rows(seed=5, rows=rows, fraction=0.75)
     assert 0.72 < chosen.double().mean() < 0.78
-    assert torch.equal(chosen_rows(seed=5, rows=rows[1000:1010], fraction=0.75), chosen[1000:1010])
-    assert not torch.equal(chosen_rows(seed=6, rows=rows, fraction=0.75), chosen)
-    assert chosen_rows(seed=5, rows=rows, fraction=1.0).all()
-    assert not chosen_rows(seed=5, rows=rows, fraction=0.0).any()
+    assert torch.equal(draw_rows(seed=5, rows=rows[1000:1010], fraction=0.75), chosen[1000:1010])
+    assert not torch.equal(draw_rows(seed=6, rows=rows, fraction=0.75), chosen)
+    assert draw_rows(seed=5, rows=rows, fraction=1.0).all()
+    assert not draw_rows(seed=5, rows=rows, fraction=0.0).any()
 
 
 def test_decoder_is_stored_hashed_and_omitted_from_exports(tmp_path: Path) -> None:
@@ -312,7 +314,7 @@ def test_caption_flops_equal_torch() -> None:
         found = []
         for with_term in (False, True):
             with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-                outputs = model(images, tokens, with_tokens=with_term)
+                outputs = model(images, tokens, return_tokens=with_term)
                 if with_term:
                     Caption().total(model, images, outputs[3:], captions=tokens)
             found.append(counter.get_total_flops())

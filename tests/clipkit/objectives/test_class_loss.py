@@ -17,7 +17,7 @@ from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.formats.checkpoint import parse_architecture, save_model, serialize_architecture
 from clipkit.model.architectures import ARCHITECTURES, ClassTable
 from clipkit.model.clip import CLIP, create
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.objectives import Outputs, Targets
 from clipkit.objectives.classes import Classes
 from clipkit.objectives.distill import Teaching
@@ -118,12 +118,12 @@ def test_invalid_class_names_are_rejected(names: object, said: str) -> None:
 def test_architecture_reads_class_names_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "classnames.txt"
     file.write_text("cat\ndog\n")
-    found = architecture("ViT-Ti-4-16", text=f"classes:{file}")
+    found = create_architecture("ViT-Ti-4-16", text=f"classes:{file}")
     assert found.text == ClassTable(names=("cat", "dog")) and found.text.context_length == 1
     with pytest.raises(ConfigError, match="a class is one token"):
-        architecture("ViT-Ti-4-16", text=f"classes:{file}", context_length=20)
+        create_architecture("ViT-Ti-4-16", text=f"classes:{file}", context_length=20)
     with pytest.raises(ConfigError, match="cannot read class names from"):
-        architecture("ViT-Ti-4-16", text="classes:nothing")
+        create_architecture("ViT-Ti-4-16", text="classes:nothing")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.architectures import ClassTable
 from clipkit.model.clip import CLIP
 from clipkit.model.measure import image_flops, text_flops
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.objectives import Outputs, Targets
 from clipkit.objectives.classes import Classes
 from clipkit.objectives.clip import Clip, clip_loss
@@ -119,7 +119,7 @@ def test_teacher_of_other_rows_is_rejected() -> None:
 @pytest.mark.parametrize("over_classes", [False, True])
 def test_averaged_weights_teach_the_whole_batch(over_classes: bool) -> None:
     """In three parts, with the contrastive and the class loss."""
-    shape = architecture("ViT-Ti-4-16")
+    shape = create_architecture("ViT-Ti-4-16")
     if over_classes:
         shape = replace(shape, text=ClassTable(names=("a", "b", "c")))
     model, other = (CLIP(shape).initialize().double() for _ in range(2))

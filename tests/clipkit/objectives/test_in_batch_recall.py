@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import clipkit.objectives.tiles
-from clipkit.objectives.base import in_batch_recall
+from clipkit.objectives.base import compute_recall
 from tests.clipkit.plain_losses import given as given_batch
 
 
@@ -32,7 +32,7 @@ def test_recall_counts_nearest_neighbors(
         cosines[same] = -torch.inf
     want = torch.stack([(cosines.argmax(by) == own).to(dtype).mean() for by in (1, 0)])
     with patch.multiple(clipkit.objectives.tiles, _TILE=tile, _LEAST_ROWS=1):
-        found = in_batch_recall(batch.images, batch.texts, identities)
+        found = compute_recall(batch.images, batch.texts, identities)
     torch.testing.assert_close(found, want)
     assert not found.requires_grad
 
@@ -41,20 +41,20 @@ def test_recall_counts_nearest_neighbors(
 def test_ties_count_as_wrong(rows: int) -> None:
     """Equal features, whose products may round differently; and each pair twice."""
     alike = F.normalize(torch.linspace(0.1, 1, 31), dim=0).expand(rows, 31)
-    assert in_batch_recall(alike, alike).tolist() == [0, 0]
+    assert compute_recall(alike, alike).tolist() == [0, 0]
     images, texts = (F.normalize(torch.randn(rows, 31), dim=-1).repeat(2, 1) for _ in range(2))
-    assert in_batch_recall(images, texts).tolist() == [0, 0]
+    assert compute_recall(images, texts).tolist() == [0, 0]
 
 
 def test_image_and_text_recall_are_separate() -> None:
     """All images are nearest to text 0; each text is nearest to its own image."""
     images = F.normalize(torch.tensor([[3.0, 0.0, 0.0], [3.0, 1.0, 0.0], [3.0, 0.0, 1.0]]), dim=-1)
     texts = F.normalize(torch.tensor([[3.0, -0.1, -0.1], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]]), dim=-1)
-    assert in_batch_recall(images, texts).tolist() == pytest.approx([1 / 3, 1])
-    assert in_batch_recall(texts, images).tolist() == pytest.approx([1, 1 / 3])
+    assert compute_recall(images, texts).tolist() == pytest.approx([1 / 3, 1])
+    assert compute_recall(texts, images).tolist() == pytest.approx([1, 1 / 3])
 
 
 def test_nan_features_have_zero_recall() -> None:
     lost = torch.full((4, 8), torch.nan)
-    assert in_batch_recall(lost, lost).tolist() == [0, 0]
-    assert in_batch_recall(torch.eye(4).bfloat16(), torch.eye(4).bfloat16()).tolist() == [1, 1]
+    assert compute_recall(lost, lost).tolist() == [0, 0]
+    assert compute_recall(torch.eye(4).bfloat16(), torch.eye(4).bfloat16()).tolist() == [1, 1]

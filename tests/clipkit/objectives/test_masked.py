@@ -16,7 +16,7 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import MASKED, Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP
-from clipkit.model.masked import TARGETS, corrupted
+from clipkit.model.masked import TARGETS, corrupt_patches
 from clipkit.model.measure import image_flops
 from clipkit.model.towers import VisionTransformer
 from clipkit.objectives import TermBatch, select_terms
@@ -51,7 +51,7 @@ def chosen_in(
     images: Tensor, *, target: str = "color", fraction: float = 0.5, seed: int = 3
 ) -> dict[str, Tensor]:
     rows = torch.arange(len(images))
-    return corrupted(images, target=target, side=SIDE, fraction=fraction, seed=seed, rows=rows)
+    return corrupt_patches(images, target=target, side=SIDE, fraction=fraction, seed=seed, rows=rows)
 
 
 @settings(max_examples=30, deadline=None)
@@ -66,7 +66,7 @@ def test_patches_are_chosen_per_image_and_others_stay_visible(rows: int, fractio
         1, chosen, torch.zeros(chosen.shape, dtype=torch.bool)
     )
     assert torch.equal(sources[seen], torch.arange(PATCHES).repeat(rows, 1)[seen])
-    part = corrupted(
+    part = corrupt_patches(
         random_images(rows)[-1:],
         target="color",
         side=SIDE,
@@ -120,7 +120,7 @@ def test_masked_pixels_do_not_affect_tokens() -> None:
     assert isinstance(model.visual, VisionTransformer) and model.masked_head is not None
     replaced = found["sources"], model.masked_head.mask_embedding
     tokens = [
-        model.visual.with_tokens(one, colors=model.colors, replaced=replaced)[1]
+        model.visual.encode_with_tokens(one, colors=model.colors, replaced=replaced)[1]
         for one in (images, torch.where(grid, noise, images), torch.where(grid, images, noise))
     ]
     assert torch.equal(tokens[0], tokens[1]) and not torch.allclose(tokens[0], tokens[2])
@@ -166,7 +166,7 @@ def test_masked_term_sums_over_chosen_patches(target: str) -> None:
     total = sum_term(model, term, images, torch.full((5, 3), 99), **found)
     assert len(outputs) == 3 and total.shape == ()
     replaced = found["sources"], model.masked_head.mask_embedding
-    tokens = model.visual.with_tokens(images, colors=model.colors, replaced=replaced)[1][:, 1:]
+    tokens = model.visual.encode_with_tokens(images, colors=model.colors, replaced=replaced)[1][:, 1:]
     predicted = torch.stack(
         [model.masked_head.head(one[at]) for one, at in zip(tokens, found["chosen"], strict=True)]
     )

@@ -13,7 +13,7 @@ from clipkit.__main__ import dispatch
 from clipkit.config import LossConfig, load_config
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.objectives import Targets
 from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.training.build import shape_of
@@ -89,7 +89,7 @@ def test_invalid_settings_are_rejected(settings: list[str], message: str) -> Non
 
 
 def test_prefixes_must_be_shorter_than_the_embedding() -> None:
-    size = architecture("ViT-Ti-4-16").embed_dim
+    size = create_architecture("ViT-Ti-4-16").embed_dim
     config = load_config(QUICKSTART, [f"loss.dims=[8,{size}]"])
     with pytest.raises(ConfigError, match=f"expected sizes below {size}"):
         shape_of(config.model, config.loss, config.small)

@@ -13,7 +13,7 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP, create
 from clipkit.model.measure import image_flops, text_flops
 from clipkit.objectives import select_terms, views as module
-from clipkit.objectives.views import Views, divergence, drawn_boxes, view_side, views
+from clipkit.objectives.views import Views, cut_views, divergence, draw_boxes, select_view_side
 from clipkit.training.build import shape_of
 from clipkit.training.costs import measure_step, workloads_of
 from clipkit.training.ema import AveragedWeights
@@ -26,7 +26,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 @given(st.integers(1, 200), st.integers(1, 9), st.floats(0.01, 1), st.floats(0, 1), st.integers(0, 2**64))
 def test_boxes_are_within_images(rows: int, count: int, least: float, more: float, seed: int) -> None:
     area = (least, least + (1 - least) * more)
-    boxes = drawn_boxes(seed=seed, rows=torch.arange(rows), count=count, area=area)
+    boxes = draw_boxes(seed=seed, rows=torch.arange(rows), count=count, area=area)
     assert boxes.shape == (rows, count, 4) and boxes.dtype == torch.float32
     left, top, width, height = boxes.double().unbind(-1)
     assert min(left.min(), top.min()) >= 0 and max((left + width).max(), (top + height).max()) <= 1 + 1e-6
@@ -34,12 +34,12 @@ def test_boxes_are_within_images(rows: int, count: int, least: float, more: floa
     clipped = (width > 1 - 1e-6) | (height > 1 - 1e-6)
     assert (sizes <= area[1] + 1e-6).all() and (sizes[~clipped] >= area[0] - 1e-6).all()
     assert torch.equal(
-        drawn_boxes(seed=seed, rows=torch.tensor([rows - 1]), count=count, area=area), boxes[-1:]
+        draw_boxes(seed=seed, rows=torch.tensor([rows - 1]), count=count, area=area), boxes[-1:]
     )
 
 
 def test_boxes_are_uniform() -> None:
-    boxes = drawn_boxes(seed=1, rows=torch.arange(20_000), count=2, area=(0.1, 0.4)).double()
+    boxes = draw_boxes(seed=1, rows=torch.arange(20_000), count=2, area=(0.1, 0.4)).double()
     left, top, width, height = boxes.unbind(-1)
     assert float((width * height).mean()) == pytest.approx(0.25, abs=0.002)
     assert float((width / height).log().mean()) == pytest.approx(0, abs=0.005)
@@ -55,11 +55,11 @@ def test_crops_equal_the_pixels_in_the_box() -> None:
         0, 256, (2, 3, 16, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)
     )
     boxes = torch.tensor([[0, 0, 1, 1], [0.25, 0.5, 0.25, 0.25]]).expand(2, -1, -1)
-    assert torch.allclose(views(images, boxes, side=16)[:, 0], images.float(), atol=1e-3)
-    crops = views(images, boxes, side=4)
+    assert torch.allclose(cut_views(images, boxes, side=16)[:, 0], images.float(), atol=1e-3)
+    crops = cut_views(images, boxes, side=4)
     assert crops.shape == (2, 2, 3, 4, 4)
     assert torch.allclose(crops[:, 1], images[:, :, 8:12, 4:8].float(), atol=1e-3)
-    twice = views(images, boxes, side=8)[:, 1]  # inner pixels equal bilinear interpolation
+    twice = cut_views(images, boxes, side=8)[:, 1]  # inner pixels equal bilinear interpolation
     inner = F.interpolate(images[:, :, 8:12, 4:8].float(), (8, 8), mode="bilinear")
     assert torch.allclose(twice[..., 1:-1, 1:-1], inner[..., 1:-1, 1:-1], atol=1e-3)
 
@@ -110,8 +110,8 @@ def test_views_settings_and_flops() -> None:
 
     on = ("views.weight=1", "optim.average=0.9")
     assert shape(*on) == shape()
-    assert view_side(Views(), shape(), image_size=16) == 8
-    assert view_side(Views(weight=1, size=12), shape(), image_size=8) == 8  # in small steps
+    assert select_view_side(Views(), shape(), image_size=16) == 8
+    assert select_view_side(Views(weight=1, size=12), shape(), image_size=8) == 8  # in small steps
     with pytest.raises(ConfigError, match=r"lock.image = .all. .*views.weight"):
         shape("views.weight=1", "optim.average=0.9", "lock.image=all")
     with pytest.raises(ConfigError, match=r"views.weight = 1.0 .*optim.average"):
@@ -127,7 +127,7 @@ def test_views_settings_and_flops() -> None:
     config = load_config(QUICKSTART, [*on, "views.count=3", "views.after=900"])
     works = workloads_of(config, shape(*on), world=1, shard_ranks=1, bf16=False)
     assert [(work.steps, list(work.terms)) for work in works] == [(900, []), (100, ["views"])]
-    model, small = works[1].model, CLIP(shape().resized(image_size=8))
+    model, small = works[1].model, CLIP(shape().replace_size(image_size=8))
     with_term, without = (
         measure_step(model, rows=2, terms=work.terms, length=6).flops for work in reversed(works)
     )

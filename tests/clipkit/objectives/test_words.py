@@ -13,7 +13,7 @@ import clipkit
 import clipkit.objectives.tiles
 from clipkit.config import load_config
 from clipkit.errors import ConfigError
-from clipkit.model.names import architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.objectives import Outputs, Targets
 from clipkit.objectives.words import Words
@@ -57,7 +57,7 @@ def test_word_loss_is_the_mean_over_distinct_words(texts: list[list[int]], rows:
 
 
 def test_text_feature_is_the_mean_of_its_word_vectors() -> None:
-    model = clipkit.create(architecture("ViT-Ti-4-16", text="words"), seed=0)
+    model = clipkit.create(create_architecture("ViT-Ti-4-16", text="words"), seed=0)
     assert model.text is not None
     table = F.normalize(model.text.get_parameter("token_embedding.weight").detach(), dim=1)
     (ids,) = ClipTokenizer(context_length=77)(["red bicycle"])

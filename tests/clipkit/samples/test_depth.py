@@ -369,9 +369,9 @@ def test_suggested_ranges() -> None:
 def test_range_is_stored_with_the_preprocessing() -> None:
     plain = Preprocess(image_size=SIDE)
     assert not {"background", "upright", "pixel_range"} & plain.to_dict().keys()
-    windowed = plain.with_decoding(pixel_range="0,4095")
+    windowed = plain.replace_decoding(pixel_range="0,4095")
     assert windowed.to_dict() == plain.to_dict() | {"pixel_range": (0.0, 4095.0)}
-    for preprocess in (plain, windowed, plain.with_decoding(pixel_range="dtype", upright=True)):
+    for preprocess in (plain, windowed, plain.replace_decoding(pixel_range="dtype", upright=True)):
         stored = {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in preprocess.to_dict().items()

@@ -287,11 +287,11 @@ def test_default_preprocess_is_stored_without_decoding_options() -> None:
 
 
 def test_decoding_options_round_trip() -> None:
-    chosen = PREPROCESS.with_decoding(background="white", upright=True)
+    chosen = PREPROCESS.replace_decoding(background="white", upright=True)
     assert chosen.decoding == Decoding(background=WHITE, upright=True)
     assert Preprocess.from_dict(json.loads(json.dumps(chosen.to_dict()))) == chosen
-    assert chosen.with_decoding() == chosen
-    assert chosen.with_decoding(background="none", upright=False) == PREPROCESS
+    assert chosen.replace_decoding() == chosen
+    assert chosen.replace_decoding(background="none", upright=False) == PREPROCESS
     for wrong in (
         {"background": [1, 2]},
         {"background": [0, 0, 256]},

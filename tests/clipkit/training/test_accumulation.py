@@ -18,7 +18,9 @@ ROWS, END = 16, 99
 @pytest.fixture
 def model(tiny: CLIP) -> CLIP:
     """A model in float64 with a vocabulary of 100, so that the gradient of the embedding is small."""
-    shape = replace(tiny.architecture, text=replace(tiny.architecture.own_towers()[1], vocab_size=END + 1))
+    shape = replace(
+        tiny.architecture, text=replace(tiny.architecture.get_plain_towers()[1], vocab_size=END + 1)
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return CLIP(shape).initialize().double()

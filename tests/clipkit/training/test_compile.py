@@ -101,7 +101,7 @@ def by_mask(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool)
 def test_packed_texts_are_compiled_once(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, before = copy.deepcopy(tiny), graphs()
     compile_blocks(tiny, backend="eager")
-    monkeypatch.setattr(clipkit.model.clip, "varlen_runs", lambda *_, **__: True)
+    monkeypatch.setattr(clipkit.model.clip, "supports_varlen", lambda *_, **__: True)
     monkeypatch.setattr(clipkit.model.clip, "attention_varlen", by_mask)
     for length in range(4, 10):
         compared(plain, tiny, length, count=2 + length % 3)

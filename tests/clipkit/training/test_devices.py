@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from clipkit.batch import Batch
 from clipkit.config import DistillConfig, LossConfig, OptimConfig
-from clipkit.model import architecture, towers
+from clipkit.model import create_architecture, towers
 from clipkit.model.clip import CLIP
 from clipkit.objectives.clip import Clip
 from clipkit.objectives.views import Views
@@ -56,7 +56,7 @@ class Float64(TorchDispatchMode):
 
 def test_step_with_all_terms_needs_no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(towers, "_WITHOUT_FLOAT64", {"cpu"})
-    shape = architecture("ViT-Ti-4-16")
+    shape = create_architecture("ViT-Ti-4-16")
     model = CLIP(shape).initialize()
     step = TrainingStep(
         shape=shape,
@@ -99,7 +99,7 @@ class Reads(TorchDispatchMode):
 def test_resumed_adafactor_reads_the_gpu_in_the_first_step_only() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         with torch.device("cuda"):
-            model = CLIP(architecture("ViT-Ti-4-16")).train()
+            model = CLIP(create_architecture("ViT-Ti-4-16")).train()
         optimizer = optim.make_optimizer(model, OptimConfig(name="adafactor"))
         state = {}
         for name, parameter in model.named_parameters():

@@ -42,7 +42,7 @@ def activations(model: CLIP, **settings: Any) -> int:
 
 def test_recomputed_blocks_keep_only_their_inputs() -> None:
     shape = ARCHITECTURES[SMALL]
-    vision, _ = shape.own_towers()
+    vision, _ = shape.get_plain_towers()
     deep, deeper = (meta(replace(shape, vision=replace(vision, layers=layers))) for layers in (8, 9))
     assert activations(deep, recompute=1) < activations(deep)
     more = activations(deeper, recompute=1) - activations(deep, recompute=1)

@@ -95,7 +95,7 @@ def test_features_of_another_background_or_orientation_are_not_reused(
     model: CLIP, folder: Path, tmp_path: Path
 ) -> None:
     def features(data: Path, **options: object) -> Tensor:
-        chosen = CLIP(model.architecture, preprocess=model.preprocess.with_decoding(**options))  # type: ignore[arg-type]
+        chosen = CLIP(model.architecture, preprocess=model.preprocess.replace_decoding(**options))  # type: ignore[arg-type]
         chosen.load_state_dict(model.state_dict())
         return Encoder(chosen, store=tmp_path / "features").images(open_dataset(data)).projected.clone()
 
@@ -127,11 +127,11 @@ def test_deep_images_stop_an_evaluation_without_a_range(model: CLIP, tmp_path: P
     with pytest.raises(DataError, match=r"image .*: 16-bit grayscale image with values from 8\d*000? to 5"):
         evaluate(model, tmp_path / "deep")
     plain = Encoder(model).images(open_dataset(tmp_path / "plain")).projected
-    preprocess = model.preprocess.with_decoding(pixel_range="8000,59000")
+    preprocess = model.preprocess.replace_decoding(pixel_range="8000,59000")
     ranged = CLIP(model.architecture, preprocess=preprocess)
     ranged.load_state_dict(model.state_dict())
     assert torch.equal(Encoder(ranged).images(open_dataset(tmp_path / "deep")).projected, plain)
-    ranged.preprocess = model.preprocess.with_decoding(pixel_range="8000,9000")
+    ranged.preprocess = model.preprocess.replace_decoding(pixel_range="8000,9000")
     with pytest.warns(UserWarning, match="4 of 4 images have values outside the pixel range 8000,9000"):
         evaluate(ranged, tmp_path / "deep")
 

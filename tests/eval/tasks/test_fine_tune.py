@@ -23,8 +23,8 @@ from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import create
-from clipkit.model.names import architecture
-from clipkit.model.zero_shot import with_class_head
+from clipkit.model.names import create_architecture
+from clipkit.model.zero_shot import attach_class_head
 from eval import Encoder, Subject
 from eval.__main__ import main
 from eval.datasets.dataset import distinct_names
@@ -104,7 +104,7 @@ def test_fine_tuned_head_learns_classes_and_is_loadable(
 def test_head_of_other_classes_is_replaced_at_another_image_size(
     colours: Path, unskilled: CLIP, tmp_path: Path
 ) -> None:
-    save_model(with_class_head(unskilled, ["a", "b"], torch.eye(2, 128)), tmp_path / "other")
+    save_model(attach_class_head(unskilled, ["a", "b"], torch.eye(2, 128)), tmp_path / "other")
     out = tmp_path / "r.jsonl"
     command = ["fine-tune", "--model", str(tmp_path / "other"), "--data", str(colours), "--image-size", "24"]
     settings = [
@@ -189,7 +189,9 @@ def test_ranks_unnamed_models_and_several_labels_are_rejected(
     with pytest.raises(ConfigError, match="run it without torchrun"):
         fine_tune(subject_of(unskilled, colours, ranks=Ranks(rank=0, world=2)), Options(runs=tmp_path))
     with pytest.raises(ConfigError, match="needs a model with an architecture that train"):
-        nameless = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0)
+        nameless = create(
+            create_architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0
+        )
         fine_tune(subject_of(nameless, colours), Options(runs=tmp_path))
     subject = subject_of(unskilled, colours)
     train = subject.split("train")

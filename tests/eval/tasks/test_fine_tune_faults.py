@@ -23,8 +23,8 @@ from clipkit.config import LossConfig, ModelConfig, ShapeConfig, SmallConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import create
-from clipkit.model.names import architecture
-from clipkit.model.zero_shot import with_class_head
+from clipkit.model.names import create_architecture
+from clipkit.model.zero_shot import attach_class_head
 from clipkit.training.build import shape_of
 from eval import Encoder, Subject, open_dataset
 from eval.tasks import Options
@@ -169,13 +169,13 @@ def test_damaged_rates_file_is_written_again(unskilled: CLIP, tmp_path: Path, da
 def test_settings_reproduce_changed_architectures(
     name: str, changed: dict[str, Any], sizes: dict[str, Any], tmp_path: Path
 ) -> None:
-    shape = replace(architecture(name, image_size=32), **changed)
+    shape = replace(create_architecture(name, image_size=32), **changed)
     if sizes:
         assert shape.vision.plain is not None
         shape = replace(shape, embed_dim=24, vision=replace(shape.vision.plain, **sizes))
     save_model(create(shape, name=name, seed=0), tmp_path / "model")
     model = clipkit.load(tmp_path / "model")
-    head = with_class_head(model, ["a", "b"], torch.eye(2, shape.embed_dim))
+    head = attach_class_head(model, ["a", "b"], torch.eye(2, shape.embed_dim))
     found: dict[str, dict[str, Any]] = {"model": {}, "shape": {}, "pixels": {}}
     for key, value in _model_settings(head).items():
         section, _, setting = key.partition(".")
@@ -188,8 +188,8 @@ def test_settings_reproduce_changed_architectures(
 
 
 def test_class_head_on_timm_tower_is_loaded(tmp_path: Path) -> None:
-    model = create(architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0)
-    head = with_class_head(model, ["a"], torch.eye(1, model.architecture.embed_dim))
+    model = create(create_architecture("ViT-Ti-4-16", image="timm:resnet10t", image_size=32), name="", seed=0)
+    head = attach_class_head(model, ["a"], torch.eye(1, model.architecture.embed_dim))
     save_model(head, tmp_path / "head")
     assert clipkit.load(tmp_path / "head").architecture == head.architecture
 
