@@ -1,14 +1,17 @@
 """Interface to open_clip_torch, including its internals; no other file of clipkit imports it.
 
 Tested with open_clip 3.3; ``pyproject.toml`` excludes version 4, which is untested. Functions import open_clip when
-called, because the import takes seconds; functions that only read a file of the package do not import it.
+called, because the import takes seconds; functions that only need a file of the package do not import it.
 """
 
+import importlib
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -72,18 +75,24 @@ def make_tokenizer(source: str, context_length: int, **options: Any) -> Any:
     return HFTokenizer(source, context_length, **options, trust_remote_code=False)
 
 
+def _import_registry() -> ModuleType:
+    """Import the module of published weights, but not its package, which imports transformers and torchvision."""
+    if "open_clip" in sys.modules:
+        return importlib.import_module("open_clip.pretrained")
+    package = ModuleType(f"{__name__}.registry")
+    package.__path__ = [str(_folder())]
+    sys.modules[package.__name__] = package
+    return importlib.import_module(f"{package.__name__}.pretrained")
+
+
 def published_tags(name: str) -> list[str]:
     """List the tags of an architecture's published weights."""
-    import open_clip
-
-    return list(open_clip.list_pretrained_tags_by_model(name))
+    return list(_import_registry().list_pretrained_tags_by_model(name))
 
 
 def published_weights(name: str, tag: str) -> Mapping[str, Any]:
     """Return the registry entry of published weights, with their preprocessing; empty if there is none."""
-    import open_clip
-
-    return cast(Mapping[str, Any], open_clip.get_pretrained_cfg(name, tag))
+    return cast(Mapping[str, Any], _import_registry().get_pretrained_cfg(name, tag))
 
 
 def download_weights(published: Mapping[str, Any]) -> Path:

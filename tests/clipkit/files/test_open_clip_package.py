@@ -35,6 +35,22 @@ for name in ("CLAP-made-up", "CLAP-made-up-quickgelu", "Registered-made-up"):
         print(error)
 """
 
+REGISTRY = """
+import sys
+from clipkit.files.open_clip import published_tags, published_weights
+
+before = {tag: published_weights("ViT-B-32", tag) for tag in published_tags("ViT-B-32")}
+assert {"open_clip", "transformers", "torchvision", "timm"}.isdisjoint(sys.modules)
+import open_clip
+
+assert before == {
+    tag: open_clip.get_pretrained_cfg("ViT-B-32", tag) for tag in open_clip.list_pretrained_tags_by_model("ViT-B-32")
+}
+open_clip.pretrained._PRETRAINED["mine"] = {"tag": {"url": "x"}}
+assert published_tags("mine") == ["tag"]
+print(len(before))
+"""
+
 
 def imported(file: Path) -> set[str]:
     """The names of the packages that a file imports anywhere, including those passed to ``find_spec``."""
@@ -58,6 +74,12 @@ def test_only_one_file_imports_open_clip() -> None:
         if "open_clip" in imported(file)
     ]
     assert using == [Path("clipkit/files/open_clip.py")]
+
+
+def test_published_weights_are_looked_up_without_importing_open_clip() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTRY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
