@@ -203,14 +203,27 @@ def _add_option(parser: argparse._ActionsContainer, declared: Field[Any], hint: 
         elif several:
             keywords["nargs"] = "+" if is_required else "*"
         elif option["positional"] and not is_required:
+            assert "type" not in keywords, "argparse would convert the missing value"
             keywords["nargs"] = "?"
         elif takes_no_value:
             keywords |= {"nargs": "?", "const": True}
     if option["positional"]:
-        parser.add_argument(declared.name, **keywords)
+        parser.set_defaults(last_argument=parser.add_argument(declared.name, **keywords))
     else:
         flag = option["flag"] or f"--{declared.name.replace('_', '-')}"
+        keywords.setdefault("action", _StoreOnce)
         parser.add_argument(flag, dest=declared.name, required=is_required, **keywords)
+
+
+class _StoreOnce(argparse.Action):
+    """Store the value of an option that cannot be repeated."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"{flag} is given twice: {getattr(namespace, self.dest)} and {values}")
+        setattr(namespace, self.dest, values)
 
 
 def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, several: bool) -> None:
@@ -352,14 +365,25 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse a command line; sources may stand between options."""
+        """Parse a command line; the values of the last argument may stand between options."""
         parsed, words = self.parse_known_args(args, namespace)
-        if words and hasattr(parsed, "sources") and not any(word.startswith("-") for word in words):
-            parsed.sources += words
-        elif words:
-            program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
-            raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
-        return parsed
+        if not words:
+            return parsed
+        last: argparse.Action | None = getattr(parsed, "last_argument", None)
+        if last is not None and not any(word.startswith("-") and word != "-" for word in words):
+            if last.nargs in ("+", "*"):
+                convert = last.type if callable(last.type) else str
+                try:
+                    values = [convert(word) for word in words]
+                except argparse.ArgumentTypeError as error:
+                    self.error(f"argument {last.dest}: {error}")
+                setattr(parsed, last.dest, [*getattr(parsed, last.dest, []), *values])
+                return parsed
+            if last.nargs == "?" and len(words) == 1 and not hasattr(parsed, last.dest):
+                setattr(parsed, last.dest, words[0])
+                return parsed
+        program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
+        raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
 
 
 def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:

@@ -100,10 +100,47 @@ def test_options_are_parsed(first: str, rest: list[str], options: dict[str, tupl
     assert parse(arguments) == Every(**values)
 
 
+# others take the words that follow them
+SINGLE = {name: words for name, words in OPTIONS.items() if name not in ("listed", "layers", "shown")}
+
+
+@given(st.data(), WORDS, st.lists(WORDS), st.fixed_dictionaries({}, optional=SINGLE))
+def test_arguments_may_stand_between_options(
+    data: st.DataObject, first: str, rest: list[str], options: dict[str, tuple[Any, list[str]]]
+) -> None:
+    ordered = data.draw(st.permutations([words for _, words in options.values()] + [None] * len(rest)))
+    remaining = iter(rest)
+    arguments = [first]
+    for words in ordered:
+        arguments += [next(remaining)] if words is None else words
+    assert parse(arguments) == parse([first, *rest, *(word for words in ordered if words for word in words)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optional:
+    """The last argument can be left out."""
+
+    first: str = setting(REQUIRED, "a word", positional=True)
+    last: str = setting("", "another", positional=True)
+    fast: bool = setting(False, "a flag")
+
+
+def test_last_argument_may_follow_options() -> None:
+    parser = Parser(prog="optional")
+    add_options(parser, Optional)
+    parsed = build_options(Optional, vars(parser.parse_args(["a", "--fast", "b"])))
+    assert parsed == Optional(first="a", last="b", fast=True)
+    with pytest.raises(ConfigError, match="unrecognized arguments: b c"):
+        parser.parse_args(["a", "--fast", "b", "c"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "required: FIRST"),
+        (["a", "--path", "b", "--path", "c"], r"--path is given twice: b and c \(see every --help\)"),
+        (["--ratio", "0", "a", "--ratio=1"], "--ratio is given twice: 0.0 and 1.0"),
+        (["--shown", "--shown", "x", "--", "a"], "--shown is given twice: True and x"),
         (["a", "--count", "1001"], "--count: '1001' is not a whole number from -5 to 1,000"),
         (["a", "--choice", "three"], r"invalid choice: 'three' \(choose from 'one', 'two'\)"),
         (["a", "--separated", "1,,2"], "--separated: '' is not a whole number"),
