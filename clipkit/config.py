@@ -901,13 +901,6 @@ class Config(Section):
             whole = "cannot be combined with shape.distilled"
             require(not self.loss.dims, "loss.dims", self.loss.dims, whole)
 
-    def __getattr__(self, name: str) -> Any:
-        """Return the section of an objective or of a term, such as ``config.caption``."""
-        sections = vars(self).get("objectives", {})
-        if name not in sections:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return sections[name]
-
     @property
     def terms(self) -> dict[str, Any]:
         """The local terms with a weight, by name; see ``clipkit.objectives.select_terms``."""
@@ -1058,7 +1051,9 @@ def _values(config: Config) -> dict[str, dict[str, Any]]:
     """Return all values by section and name."""
     values = {}
     for name, entries in section_fields().items():
-        section = getattr(config, name) if name else config
+        section: Any = config
+        if name:
+            section = config.objectives.get(name) or getattr(config, name)
         values[name] = {entry.name: getattr(section, entry.name) for entry in entries}
     return values
 

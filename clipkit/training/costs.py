@@ -705,8 +705,8 @@ def workloads_of(
         teacher: a model that encodes each batch.
     """
     small = config.small
-    caption = config.caption
-    masked = config.masked
+    caption = config.objectives["caption"]
+    masked = config.objectives["masked"]
     selected = select_terms(config)
     starts = (0, small.steps, *(term.after for term in selected.values()))
     bounds = {min(start, config.steps) for start in starts}

@@ -277,7 +277,7 @@ def test_former_names_of_settings_are_accepted(folder: Path) -> None:
         folder / "old.toml", ["data.pixel_range=0,4095", "pixels.weight=1", "model.image=pixels:S"]
     )
     assert (config.pixels.background, config.pixels.upright, config.pixels.range) == ("white", True, "0,4095")
-    assert config.image_gpt.weight == 1
+    assert config.objectives["image_gpt"].weight == 1
 
 
 def test_min_lr_of_a_constant_schedule_without_cooldown_is_rejected(folder: Path) -> None:
