@@ -338,7 +338,7 @@ def main(arguments: Arguments) -> int:
             writer.close()
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
-            signal_number = int(distributed.greatest_over_ranks(torch.tensor(stop.number)))
+            signal_number = int(distributed.max_over_ranks(torch.tensor(stop.number)))
             guards.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
         log.sum_up(state, captions=shards.selection.captions.count, context_length=length)
         if stopped:

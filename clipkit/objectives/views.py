@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clipkit.cli import Within, setting
 from clipkit.config import Config, ModelConfig, at_least, require, require_use
-from clipkit.distributed import counts_of_rows, gather_rows
+from clipkit.distributed import gather_row_counts, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
@@ -82,7 +82,7 @@ class Views(Term):
         """Return the arguments of ``total`` and the number of images."""
         teaching, images = draw.teach(), draw.batch.images
         rows = draw.batch.rows.to(images.device)
-        texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
+        texts = gather_rows(teaching.texts, gather_row_counts(len(teaching.texts)))
         inputs = {
             "boxes": drawn_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
             "whole": teaching.images,
