@@ -61,7 +61,7 @@ class Within:
         raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not {self.noun}")
 
 
-def whole(least: int, most: int) -> Within:
+def integers(least: int, most: int) -> Within:
     """Whole numbers from ``least`` to ``most``."""
     return Within(
         words=f"{least} to {most}",
@@ -71,7 +71,7 @@ def whole(least: int, most: int) -> Within:
     )
 
 
-def number(least: float, most: float, *, above: bool = False) -> Within:
+def numbers(least: float, most: float, *, above: bool = False) -> Within:
     """Numbers from ``least`` (or, if ``above``, greater than it) to ``most``."""
     if above:
         return Within(
@@ -239,7 +239,7 @@ def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, seve
     elif within is not None:
         keywords["type"] = within.parse
     if several and option["separated"]:
-        keywords["type"] = _separated(keywords.get("type", str), can_be_empty=declared.default is None)
+        keywords["type"] = _make_list_parser(keywords.get("type", str), can_be_empty=declared.default is None)
     if metavar or "choices" not in keywords:
         keywords["metavar"] = metavar or _default_metavar(declared, kind, several)
 
@@ -260,7 +260,7 @@ def parse_path(text: str) -> Path:
     return user_path(text)
 
 
-def _separated(parse: Callable[[str], Any], *, can_be_empty: bool) -> Callable[[str], tuple[Any, ...]]:
+def _make_list_parser(parse: Callable[[str], Any], *, can_be_empty: bool) -> Callable[[str], tuple[Any, ...]]:
     def parse_all(text: str) -> tuple[Any, ...]:
         if can_be_empty and not text.strip():
             return ()
@@ -386,7 +386,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
 
 
-def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
+def build_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     """Build the parser of a program with sub-commands; ``program`` is passed to ``Parser``."""
     parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **program)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
@@ -405,7 +405,7 @@ def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     return parser
 
 
-def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
+def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
     """Import the selected command; return a function that runs it and returns the exit status.
 
     Raises:
@@ -529,7 +529,7 @@ class LoadOptions(DecodingOptions, DeviceOptions, NameOptions):
     dim: int = setting(
         0,
         "use the first N elements of each embedding, for models trained with loss.dims",
-        whole(1, 1_000_000),
+        integers(1, 1_000_000),
         default_text="all",
     )
 
@@ -539,9 +539,9 @@ class ModelOptions(LoadOptions):
     """A model, and how it encodes."""
 
     batch_size: int | None = setting(
-        None, "images or texts per batch", whole(1, MOST_BATCH), default_text="32 on a CPU, else 256"
+        None, "images or texts per batch", integers(1, MOST_BATCH), default_text="32 on a CPU, else 256"
     )
     precision: str = setting("fp32", "precision of the towers", one_of("fp32", "bf16", "fp16"))
     workers: int | None = setting(
-        None, "threads that read and decode", whole(0, MOST_WORKERS), default_text="one per core"
+        None, "threads that read and decode", integers(0, MOST_WORKERS), default_text="one per core"
     )

@@ -16,7 +16,7 @@ from rich.table import Table
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
-from clipkit.files import counted, output_folder, printable
+from clipkit.files import counted, printable, resolve_output
 from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
@@ -277,7 +277,7 @@ def verify(options: VerifyOptions) -> int:
 def soup(options: SoupOptions) -> int:
     """Write the greedy soup of models."""
     with _ranks(options.device) as device:
-        out, leads = output_folder(options.out), distributed.rank() == 0
+        out, leads = resolve_output(options.out), distributed.rank() == 0
         if leads:
             check_free(out)
         targets, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)

@@ -14,7 +14,7 @@ import torch
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
-from clipkit.files.patterns import output_folder
+from clipkit.files.patterns import resolve_output
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.options import InterpolateOptions
@@ -131,7 +131,7 @@ def run_interpolate(options: InterpolateOptions) -> int:
     if options.more and options.alpha:
         raise ConfigError("--alpha needs two models: the mean of more is written")
     alphas = list(dict.fromkeys(options.alpha or (0.5,)))
-    out = output_folder(options.out)
+    out = resolve_output(options.out)
     folders = [out]
     if len(alphas) > 1:  # such as alpha_0.5, alpha_1
         folders = [out / f"alpha_{float(abs(alpha))!r}".removesuffix(".0") for alpha in alphas]

@@ -15,7 +15,7 @@ from clipkit import __version__
 from clipkit.export.checks import TEXTS
 from clipkit.export.targets import EXPORTS
 from clipkit.files.pages import templates
-from clipkit.files.terminal import without_secrets
+from clipkit.files.terminal import redact_secrets
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
 
@@ -135,7 +135,7 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
         samples=len(TEXTS),
         source=source,
         # shorten absolute paths to their last part
-        config=_FOLDERS.sub("…/", without_secrets(source.config)),
+        config=_FOLDERS.sub("…/", redact_secrets(source.config)),
         name=name,
         version=__version__,
     )

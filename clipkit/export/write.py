@@ -31,7 +31,7 @@ from clipkit.export.model_card import Source, by_caller, model_card, source_of
 from clipkit.export.targets import EXPORTS
 from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
-from clipkit.files.patterns import output_folder
+from clipkit.files.patterns import resolve_output
 from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
@@ -82,7 +82,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         CheckpointError: a library's embeddings differ from clipkit's, or the folder cannot be written.
     """
     wanted = _wanted(model, to)
-    out = output_folder(out)
+    out = resolve_output(out)
     if not out.name:
         raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
     if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in model.parameters()):
@@ -309,7 +309,7 @@ def run_export(options: ExportOptions) -> int:
         for name, target in EXPORTS.items():
             if target.default and (obstacle := target.refusal(model)):
                 print(f"{name}: not written: {obstacle}")
-    out = output_folder(options.out)
+    out = resolve_output(options.out)
     card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
     kept = f" (the edited {CARD} was kept)" if card == NEW_CARD else ""
     print(f"wrote {out}; before publishing it, check {card} and fill in the license{kept}")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def _folder() -> Path:
+def _find_package() -> Path:
     package = importlib.util.find_spec("open_clip")  # without importing it
     assert package is not None and package.origin is not None
     return Path(package.origin).parent
@@ -26,7 +26,7 @@ def _folder() -> Path:
 
 def vocabulary_file() -> Path:
     """Return the gzipped text file with the merges of CLIP's byte-pair encoding."""
-    return _folder() / "bpe_simple_vocab_16e6.txt.gz"
+    return _find_package() / "bpe_simple_vocab_16e6.txt.gz"
 
 
 @cache
@@ -35,14 +35,14 @@ def config_files() -> dict[str, Path]:
     return {name: path for name, (path, complete) in _all_config_files().items() if complete}
 
 
-def without_image_tower(name: str) -> bool:
+def lacks_image_tower(name: str) -> bool:
     """Return whether an open_clip configuration describes another kind of model, such as an audio encoder."""
     return name in _all_config_files() and name not in config_files()
 
 
 @cache
 def _all_config_files() -> dict[str, tuple[Path, bool]]:
-    files = sorted((_folder() / "model_configs").glob("*.json"))
+    files = sorted((_find_package() / "model_configs").glob("*.json"))
     needed = {"embed_dim", "vision_cfg", "text_cfg"}
     return {
         path.stem: (path, needed <= json.loads(path.read_text(encoding="utf-8")).keys()) for path in files
@@ -80,7 +80,7 @@ def _import_registry() -> ModuleType:
     if "open_clip" in sys.modules:
         return importlib.import_module("open_clip.pretrained")
     package = ModuleType(f"{__name__}.registry")
-    package.__path__ = [str(_folder())]
+    package.__path__ = [str(_find_package())]
     sys.modules[package.__name__] = package
     return importlib.import_module(f"{package.__name__}.pretrained")
 
@@ -111,7 +111,7 @@ def load_folder(folder: Path) -> "tuple[Any, Callable[[Any], Tensor], Callable[[
     return model, transform, open_clip.get_tokenizer(source)
 
 
-def prompt_list(name: str) -> Sequence[str | Callable[[str], str]]:
+def load_prompts(name: str) -> Sequence[str | Callable[[str], str]]:
     """Return a list of class names, such as IMAGENET_CLASSNAMES, or of templates (functions of the class name)."""
     import open_clip
 

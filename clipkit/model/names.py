@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from clipkit.errors import ConfigError, nearest
-from clipkit.files.open_clip import config_files, without_image_tower
+from clipkit.files.open_clip import config_files, lacks_image_tower
 from clipkit.model.architectures import (
     ARCHITECTURES,
     QUICKGELU,
@@ -147,7 +147,7 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
     known = config_files()
     if name.startswith(OPEN_CLIP):
         theirs = _listed(name.removeprefix(OPEN_CLIP))
-        if without_image_tower(theirs):
+        if lacks_image_tower(theirs):
             raise ConfigError(
                 f"{called} = {name!r} is not a CLIP architecture: open_clip's configuration has no image tower or "
                 "no text tower"

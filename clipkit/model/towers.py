@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
+from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
 from clipkit.model.resample import fitted_grid
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
@@ -753,7 +753,7 @@ def kept_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
 
 def draws(*, seed: int, rows: Tensor, count: int) -> Tensor:
     """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``kept_patches``."""
-    numbers = torch.arange(1, count + 1, device=rows.device) * signed(STEP)  # as SplitMix64 counts
+    numbers = torch.arange(1, count + 1, device=rows.device) * to_signed(STEP)  # as SplitMix64 counts
     return mix_tensor(_keys(seed, rows)[:, None] + numbers)
 
 
@@ -771,4 +771,4 @@ def _keys(seed: int, rows: Tensor) -> Tensor:
         rest >>= 64
         if rest in (0, -1):
             break
-    return mix_tensor(rows + signed(value))
+    return mix_tensor(rows + to_signed(value))

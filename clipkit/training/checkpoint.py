@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clipkit.config import Config, changes, load_config, shown, to_toml
+from clipkit.config import Config, format_value, list_changes, load_config, to_toml
 from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.atomic import FileLock, sync, write_atomic
+from clipkit.files.atomic import FileLock, sync_to_disk, write_atomic
 from clipkit.formats.checkpoint import (
     COMPLETE,
     FORMAT,
@@ -101,7 +101,7 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
         lock = FileLock(run / _LOCK, note=f" under torchrun, process {launcher}" if launcher else "")
         _acquire(lock, run)
     except OSError as error:
-        raise ConfigError(f"out = {shown(str(run))} cannot be {action}: {error.strerror}") from error
+        raise ConfigError(f"out = {format_value(str(run))} cannot be {action}: {error.strerror}") from error
     finished = False
     try:
         try:
@@ -142,7 +142,7 @@ def _acquire(lock: FileLock, run: Path) -> None:
 def _claim(run: Path, config: Config) -> None:
     stored = run / _CONFIG
     if stored.is_file() and ((run / "checkpoints").exists() or (run / SAVED).exists()):
-        if differing := changes(load_config(stored), config):
+        if differing := list_changes(load_config(stored), config):
             raise ConfigError(
                 f"{run} holds a run of another configuration ({'; '.join(differing)}): "
                 f"set out=… for a new run (model.weights={run} starts from this one's weights), "
@@ -223,7 +223,7 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
         value = getattr(state, field.name)
         valid = type(value) is str if field.type is str else type(value) in (int, field.type)
         if not valid or (field.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
-            raise CheckpointError(f"{origin}: state.json is invalid: {field.name} = {shown(value)}")
+            raise CheckpointError(f"{origin}: state.json is invalid: {field.name} = {format_value(value)}")
     return state
 
 
@@ -513,13 +513,13 @@ class CheckpointWriter:
         for path in (path for path in temporary.rglob("*") if path.is_file()):
             path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
         for path in (*temporary.rglob("*"), temporary):
-            sync(path)
+            sync_to_disk(path)
         self._damaged.discard(folder.name)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
-        sync(self._root)
+        sync_to_disk(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
         write_atomic(self._root / LATEST, folder.name + "\n", durable=True)
         (self._run / SAVED).touch()

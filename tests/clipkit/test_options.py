@@ -14,12 +14,12 @@ from clipkit.cli import (
     Parser,
     add_options,
     build_options,
-    command_parser,
+    build_parser,
     group,
-    number,
+    integers,
+    numbers,
     one_of,
     setting,
-    whole,
 )
 from clipkit.errors import ConfigError
 from clipkit.options import COMMANDS as CLIPKIT
@@ -31,7 +31,7 @@ from eval.options import COMMANDS as EVAL
 class Inner:
     """Options of a group."""
 
-    ratio: float = setting(0.5, "a ratio", number(0, 1))
+    ratio: float = setting(0.5, "a ratio", numbers(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Every:
 
     first: str = setting(REQUIRED, "a word", positional=True)
     rest: tuple[str, ...] = setting((), "more words", positional=True)
-    count: int = setting(3, "a count", whole(-5, 1000))
-    limit: float | None = setting(None, "a limit", number(0, 1e6))
+    count: int = setting(3, "a count", integers(-5, 1000))
+    limit: float | None = setting(None, "a limit", numbers(0, 1e6))
     text: str = setting("", "a text, 100% of it")
     choice: str = setting("one", "a choice", one_of("one", "two"))
     path: Path | None = setting(None, "a file")
@@ -49,9 +49,9 @@ class Every:
     slow: bool = setting(True, "a flag", flag="--no-slow")
     upright: bool | None = setting(None, "a flag with an opposite")
     repeated: tuple[Path, ...] = setting((), "files")
-    listed: tuple[int, ...] = setting((1, 2), "numbers", whole(0, 99), listed=True)
-    separated: tuple[int, ...] | None = setting(None, "numbers", whole(0, 99), separated=True)
-    layers: bool | tuple[int, ...] = setting(False, "numbers or none", whole(0, 99), listed=True)
+    listed: tuple[int, ...] = setting((1, 2), "numbers", integers(0, 99), listed=True)
+    separated: tuple[int, ...] | None = setting(None, "numbers", integers(0, 99), separated=True)
+    layers: bool | tuple[int, ...] = setting(False, "numbers or none", integers(0, 99), listed=True)
     shown: bool | str = setting(False, "a word or none")
     inner: Inner = group(Inner, "a group")
     internal: int = 7
@@ -175,7 +175,7 @@ def test_help_describes_values_and_defaults() -> None:
 
 def test_fixed_and_omitted_options_are_not_offered() -> None:
     command = Command(options=Every, run="math:sqrt", without=frozenset({"text"}), fixed={"count": 5})
-    parser = command_parser({"every": command}, prog="program")
+    parser = build_parser({"every": command}, prog="program")
     for option in ("--text", "--count"):
         with pytest.raises(ConfigError, match=r"unrecognized arguments: .* \(see program every --help\)"):
             parser.parse_args(["every", "a", f"{option}=1"])

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import clipkit
-from clipkit.files.open_clip import config_files, vocabulary_file, without_image_tower
+from clipkit.files.open_clip import config_files, lacks_image_tower, vocabulary_file
 
 REPOSITORY = Path(__file__).parents[3]
 AUDIO = {"embed_dim": 512, "audio_cfg": {"sample_rate": 48000}, "text_cfg": {"context_length": 77}}
@@ -87,7 +87,7 @@ def test_config_files_equal_the_models_of_open_clip() -> None:
 
     assert config_files().keys() == set(open_clip.list_models())
     assert vocabulary_file().is_file()
-    assert not without_image_tower("RN50") and not without_image_tower("no such name")
+    assert not lacks_image_tower("RN50") and not lacks_image_tower("no such name")
 
 
 def test_configuration_without_image_tower_is_not_listed(tmp_path: Path) -> None:
