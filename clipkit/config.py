@@ -40,7 +40,9 @@ def at_least(least: float) -> Within:
 
 def above(bound: float, *, at_most: float = math.inf) -> Within:
     """Return the values above ``bound``, up to ``at_most``."""
-    words = f"above {bound}" + ("" if at_most == math.inf else f", at most {at_most:,}")
+    words = f"above {bound}"
+    if at_most != math.inf:
+        words += f", at most {at_most:,}"
     return Within(words=words, holds=lambda value: bound < value <= at_most)
 
 
@@ -50,8 +52,8 @@ def between(least: float, most: float) -> Within:
     return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
 
 
-_POSITIVE = Within(words="at least 1", holds=lambda value: all(number >= 1 for number in value))
-_WEIGHTS = Within(words="above 0", holds=lambda value: all(number > 0 for number in value))
+_POSITIVE = Within(words="at least 1", holds=lambda value: all(size >= 1 for size in value))
+_WEIGHTS = Within(words="above 0", holds=lambda value: all(weight > 0 for weight in value))
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
@@ -67,15 +69,19 @@ def import_when_called(path: str) -> Callable[..., Any]:
 def describe_setting(entry: Field[Any]) -> str:
     """Return the description of a field; "" if it has none."""
     text = cast(str, entry.metadata.get("text", ""))
-    if path := entry.metadata.get("registry"):
-        entries = [(name, getattr(entry, "summary", "")) for name, entry in import_attribute(path).items()]
-        text = " ".join([text, *(f"{name}: {summary}." for name, summary in entries if summary)])
+    path = entry.metadata.get("registry")
+    if path:
+        for name, registered in import_attribute(path).items():
+            summary = getattr(registered, "summary", "")
+            if summary:
+                text += f" {name}: {summary}."
     return text
 
 
 def get_valid_values(entry: Field[Any]) -> Within | None:
     """Return the valid values of a field; None if all values of its type are valid."""
-    if path := entry.metadata.get("registry"):
+    path = entry.metadata.get("registry")
+    if path:
         return one_of(*import_attribute(path))
     return cast(Within | None, entry.metadata.get("within"))
 
@@ -87,12 +93,14 @@ class Section:
 
     def __post_init__(self) -> None:
         for entry in fields(cast(Any, self)):
-            name, value = self.section + entry.name, getattr(self, entry.name)
-            path = entry.metadata.get("registry")
-            if path and value not in (names := import_attribute(path)):
-                raise ConfigError(f"{name} = {format_value(value)} is unknown: {nearest(value, names)}")
-            if (within := get_valid_values(entry)) is not None:
-                require(within.holds(value), name, value, f"expected {within.words}")
+            name = self.section + entry.name
+            value = getattr(self, entry.name)
+            within = get_valid_values(entry)
+            if within is not None and not within.holds(value):
+                if entry.metadata["registry"]:
+                    hint = nearest(value, within.names)
+                    raise ConfigError(f"{name} = {format_value(value)} is unknown: {hint}")
+                require(False, name, value, f"expected {within.words}")
             needs = entry.metadata.get("needs")
             if needs and value != entry.default:
                 alternatives = needs.split(" or ")
@@ -122,7 +130,9 @@ def require_use(name: str, value: object, other: str, used: bool) -> None:
 def format_value(value: object) -> str:
     """Format a value for a message; TOML may contain integers (0xff…) with more digits than Python prints."""
     try:
-        text = _format_literal(value) if isinstance(value, tuple) else repr(value)
+        text = repr(value)
+        if isinstance(value, tuple):
+            text = _format_literal(value)
     except ValueError:
         return "a number with thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
@@ -240,7 +250,8 @@ class DataConfig(Section):
     )
 
     def __post_init__(self) -> None:
-        sources, captions = self.sources, self.captions
+        sources = self.sources
+        captions = self.captions
         require(bool(sources) and all(sources), "data.train", self.train, "expected at least one source")
         for name, weights, of, count in (
             ("data.weights", self.weights, "data.train", len(sources)),
@@ -332,7 +343,8 @@ class PixelsConfig(Section):
         if self.background:
             color_of(self.background, setting="pixels.background")
         pixel_range = parse_pixel_range(self.range, setting="pixels.range")
-        count, each = self.channels, f"expected one for each of pixels.channels: {self.channels}"
+        count = self.channels
+        each = f"expected one for each of pixels.channels: {count}"
         is_list = isinstance(pixel_range, tuple) and isinstance(pixel_range[0], tuple)
         require(not is_list or len(pixel_range) == count, "pixels.range", self.range, each)
         for name in ("mean", "std"):
@@ -890,11 +902,11 @@ class Config(Section):
             require(self.loss.same != "negatives", "loss.same", self.loss.same, same)
 
     def _check_teacher(self) -> None:
-        distill, model = self.distill, self.model
+        distill = self.distill
         if distill.is_average:
             require_use("distill.teacher", distill.teacher, "optim.average", bool(self.optim.average))
         if self.shape.distilled:
-            learns = bool(distill.teacher or model.weights)
+            learns = bool(distill.teacher or self.model.weights)
             require_use("shape.distilled", True, "distill.teacher or model.weights", learns)
             least = "expected below 1 with shape.distilled, whose class token would learn nothing"
             require(distill.weight < 1, "distill.weight", distill.weight, least)
@@ -915,7 +927,9 @@ class Config(Section):
             samples: number of pairs in an epoch.
             layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
         """
-        steps, optim, every = self.steps, self.optim, self.lock.unfreeze_every
+        steps = self.steps
+        optim = self.optim
+        every = self.lock.unfreeze_every
         notes: list[str] = []
         if step >= steps:
             return []
@@ -978,7 +992,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     _apply_overrides(values, overrides)
     _rename_former_settings(values)
     config = _build_config(values)
-    return config if config.out else replace(config, out=str(Path("runs") / path.stem))
+    if config.out:
+        return config
+    return replace(config, out=str(Path("runs") / path.stem))
 
 
 # former names of settings, in the configurations of earlier runs
@@ -990,7 +1006,8 @@ RENAMED = {
 
 def _rename_former_settings(values: dict[str, Any]) -> None:
     for former, name in RENAMED.items():
-        (section, key), (new_section, new_key) = former.split("."), name.split(".")
+        section, key = former.split(".")
+        new_section, new_key = name.split(".")
         settings = values.get(section)
         if isinstance(settings, dict) and key in settings:
             values.setdefault(new_section, {}).setdefault(new_key, settings.pop(key))
@@ -998,15 +1015,18 @@ def _rename_former_settings(values: dict[str, Any]) -> None:
 
 def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
     """Return a configuration as TOML for ``load_config``: all settings, or those that differ from another's."""
-    others = _collect_values(differing_from) if differing_from is not None else {}
+    others = None
+    if differing_from is not None:
+        others = _collect_values(differing_from)
     parts = []
     for section, values in _collect_values(config).items():
-        lines = [f"\n[{section}]"] if section else []
+        lines = []
         for name, value in values.items():
-            if differing_from is None or value != others[section][name]:
+            if others is None or value != others[section][name]:
                 lines.append(f"{name} = {_format_literal(value)}")
-        if len(lines) > bool(section):
-            parts += lines
+        if lines and section:
+            parts.append(f"\n[{section}]")
+        parts += lines
     return "\n".join(parts) + "\n"
 
 
@@ -1043,8 +1063,10 @@ def section_kinds() -> dict[str, type[Section]]:
 def section_fields() -> dict[str, list[Field[Any]]]:
     """Return the settings of each section by name; those outside sections come first, as ""."""
     kinds = section_kinds()
-    plain = [entry for entry in fields(Config) if entry.name not in (*kinds, "objectives")]
-    return {"": plain, **{name: list(fields(cast(Any, kind))) for name, kind in kinds.items()}}
+    entries = {"": [entry for entry in fields(Config) if entry.name not in (*kinds, "objectives")]}
+    for name, kind in kinds.items():
+        entries[name] = list(fields(cast(Any, kind)))
+    return entries
 
 
 def _collect_values(config: Config) -> dict[str, dict[str, Any]]:
@@ -1107,9 +1129,8 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
         except (ValueError, RecursionError):
             parsed = {}
         # values with several lines, and dates, are strings
-        is_value = parsed.keys() == {"value"} and isinstance(
-            parsed["value"], bool | int | float | str | list | dict
-        )
+        value = parsed["value"] if parsed.keys() == {"value"} else None
+        is_value = isinstance(value, bool | int | float | str | list | dict)
         if not is_value and text.startswith("[") and text.endswith("]"):
             raise ConfigError(
                 f"{override!r} is not a list: write strings in quotes, as in {_format_list(key, ['a', 'b'])}, "
@@ -1121,7 +1142,7 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{key} is unknown: {section} is not a section")
-        inner[name] = parsed["value"] if is_value else text
+        inner[name] = value if is_value else text
 
 
 def _build_config(values: Mapping[str, Any]) -> Config:
@@ -1159,7 +1180,9 @@ def _suggest_setting(key: str) -> str:
         if setting_name.rpartition(".")[2] == name:
             return f"did you mean {setting_name!r}?"
     hint = nearest(key, names)
-    return hint if hint.startswith("did") else "`train.py --settings` lists all settings"
+    if hint.startswith("did"):
+        return hint
+    return "`train.py --settings` lists all settings"
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:

@@ -17,7 +17,7 @@ import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
 from clipkit.files import counted, printable, resolve_output
-from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
+from clipkit.formats import check_free, find_newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
 from eval.compare import (
@@ -394,7 +394,7 @@ class _Model:
         try:
             path = Path(source).expanduser()
             if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
-                path = newest_epoch(path) or resolve_checkpoint(path)
+                path = find_newest_epoch(path) or resolve_checkpoint(path)
                 source = str(path)
         except RuntimeError as error:
             raise ConfigError(f"no model at {source[:_SHOWN]!r}: there is no such user") from error

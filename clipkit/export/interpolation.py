@@ -49,22 +49,22 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
     if not (math.isfinite(alpha) and 0 <= alpha <= 1):
         raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
     _check_alike(first, second)
-    made = deepcopy(first) if into is None else into
+    result_model = deepcopy(first) if into is None else into
     weights, theirs, done = first.state_dict(), second.state_dict(), set[int]()
-    for name, result in made.state_dict().items():
-        own, place = weights[name], result.data_ptr()
-        if place in done:  # two names of one tensor
+    for name, result in result_model.state_dict().items():
+        weight, address = weights[name], result.data_ptr()
+        if address in done:  # two names of one tensor
             continue
-        done.add(place)
-        if own.is_floating_point():
-            kind = torch.promote_types(own.dtype, torch.float32)
-            own = torch.lerp(own.to(kind), theirs[name].to(own.device, kind), alpha)
-        result.copy_(own)
-    made.preprocess, made.tokenizer = second.preprocess, first.tokenizer
-    made.origin = (
+        done.add(address)
+        if weight.is_floating_point():
+            kind = torch.promote_types(weight.dtype, torch.float32)
+            weight = torch.lerp(weight.to(kind), theirs[name].to(weight.device, kind), alpha)
+        result.copy_(weight)
+    result_model.preprocess, result_model.tokenizer = second.preprocess, first.tokenizer
+    result_model.origin = (
         f"{1 - alpha:g} of {first.origin or 'a model'} and {alpha:g} of {second.origin or 'another'}"
     )
-    return made
+    return result_model
 
 
 def _check_alike(first: CLIP, second: CLIP) -> None:
@@ -109,15 +109,15 @@ def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -
         CheckpointError: a model cannot be loaded.
     """
     first: CLIP | None = None
-    known: dict[str, str] = {}
+    sources_by_hash: dict[str, str] = {}
     for source in sources:
         model = load(source, name=name, device=device)
         if first is None:
             first = model
         _check_alike(first, model)
-        if other := known.get(digest := model_hash(model)):
+        if other := sources_by_hash.get(digest := model_hash(model)):
             raise ConfigError(f"{other} and {source} are the same model: name each model once")
-        known[digest] = source
+        sources_by_hash[digest] = source
         yield model
 
 

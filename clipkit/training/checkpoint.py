@@ -36,14 +36,14 @@ from clipkit.formats.checkpoint import (
     STEP_FOLDER,
     TRAINED,
     collect_tensors,
+    describe_model,
+    format_listing,
     is_complete,
     latest_checkpoint,
-    listing,
-    model_card,
-    passed_over,
+    list_skipped,
+    parse_step,
     read_json,
     step_folders,
-    step_of,
 )
 from clipkit.formats.load import check_weights
 from clipkit.model.clip import CLIP
@@ -149,7 +149,7 @@ def _claim(run: Path, config: Config) -> None:
                 "or remove that folder"
             )
         checkpoint = latest_checkpoint(run)
-        if checkpoint is not None and config.steps < (step := step_of(checkpoint.name)):
+        if checkpoint is not None and config.steps < (step := parse_step(checkpoint.name)):
             raise ConfigError(
                 f"steps = {config.steps}, but {run} has made {step}: set steps={step} or more, "
                 "or out=… for a new run"
@@ -241,7 +241,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def damaged_notes(newest: Path) -> list[str]:
     """Return a note on newer checkpoints that are skipped because they are damaged, if any."""
-    bad = passed_over(newest)
+    bad = list_skipped(newest)
     return [f"note: {', '.join(bad)} is damaged or missing; using {newest.name} instead"] if bad else []
 
 
@@ -328,7 +328,7 @@ class CheckpointWriter:
         self._keep = keep
         self._root = run / "checkpoints"
         # damaged checkpoints do not count as kept
-        self._damaged = set() if newest is None else set(passed_over(newest))
+        self._damaged = set() if newest is None else set(list_skipped(newest))
         self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
         self._saved = None if newest is None else self._step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -384,7 +384,7 @@ class CheckpointWriter:
                 for left in self._root.glob(".step_*"):  # by a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                card = json.dumps(model_card(model, temporary), indent=2)
+                card = json.dumps(describe_model(model, temporary), indent=2)
                 (temporary / "model.json").write_text(card + "\n")
                 content = json.dumps({"format": FORMAT, **asdict(state)}, indent=2)
                 (temporary / "state.json").write_text(content + "\n")
@@ -509,7 +509,7 @@ class CheckpointWriter:
         return self._stager
 
     def _commit(self, temporary: Path, folder: Path) -> None:
-        (temporary / COMPLETE).write_text(listing(temporary))
+        (temporary / COMPLETE).write_text(format_listing(temporary))
         for path in (path for path in temporary.rglob("*") if path.is_file()):
             path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
         for path in (*temporary.rglob("*"), temporary):
@@ -593,7 +593,7 @@ def load_training(
     if stored.pop("format", None) != FORMAT:
         raise CheckpointError(f"{folder}: this version cannot read the format of state.json")
     state = loop_state(stored, origin=folder)
-    if STEP_FOLDER.fullmatch(folder.name) and state.step != step_of(folder.name):
+    if STEP_FOLDER.fullmatch(folder.name) and state.step != parse_step(folder.name):
         raise CheckpointError(f"{folder}: state.json is of step {state.step}")
     own_names = adapter_tensors(model, model.state_dict()).keys()
     base = {name: tensor for name, tensor in model.state_dict().items() if name not in own_names}
