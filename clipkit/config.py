@@ -57,7 +57,7 @@ _WEIGHTS = Within(words="above 0", holds=lambda value: all(weight > 0 for weight
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
-def import_when_called(path: str) -> Callable[..., Any]:
+def lazy_import(path: str) -> Callable[..., Any]:
     """Return a function that imports "module:name" when called, so that registries import no layer above."""
 
     def call(*arguments: Any, **named: Any) -> Any:
