@@ -32,7 +32,7 @@ import torch
 
 from clipkit import distributed, training
 from clipkit.batch import Batch
-from clipkit.config import load_config, shown_settings, to_toml
+from clipkit.config import load_config, redact_settings, to_toml
 from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
 from clipkit.training.decisions import Decisions
@@ -166,11 +166,11 @@ def main(arguments: Arguments) -> int:
 
         # 7. The loop: first its log.
         if rank0:
-            print(shown_settings(config), file=sys.stderr)
+            print(redact_settings(config), file=sys.stderr)
         notes = guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else []
         notes += packed.notes if newest is None else checkpoint.damaged_notes(newest)
         samples = [f"{sample_order.samples} samples", shards.manifest.left_out(shards.selection)]
-        order_line = sample_order.describe(config.steps, config.data.shown_sources)
+        order_line = sample_order.describe(config.steps, config.data.redacted_sources)
         opening = [
             describe_model(model, world=world, device=device, bf16=bf16),
             f"{', '.join(filter(None, samples))}; {order_line}",
@@ -351,7 +351,7 @@ def main(arguments: Arguments) -> int:
             writer.close()
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
-            signal_number = int(distributed.greatest_over_ranks(torch.tensor(stop.number)))
+            signal_number = int(distributed.max_over_ranks(torch.tensor(stop.number)))
             guards.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
         log.sum_up(state, captions=shards.selection.captions.count, context_length=length)
         if stopped:

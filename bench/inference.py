@@ -40,8 +40,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import clipkit
-from clipkit.export.onnx import write as write_onnx
-from clipkit.export.transformers import write as write_transformers
+from clipkit.export.onnx import write_model as write_onnx
+from clipkit.export.transformers import write_model as write_transformers
 from clipkit.model.cpu import PackedWeights, keep_memory, open_core_pool, run_parallel
 from clipkit.model.measure import image_flops
 from clipkit.model.names import create_architecture

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NoReturn
 
-from clipkit.cli import chosen_command, command_parser
+from clipkit.cli import build_parser, select_command
 from clipkit.errors import run_command
 from clipkit.options import COMMANDS
 
@@ -19,13 +19,13 @@ def dispatch(arguments: Sequence[str] | None = None) -> int:
     Raises:
         ClipkitError: a user error.
     """
-    parser = command_parser(
+    parser = build_parser(
         COMMANDS,
         prog="clipkit",
         description="Use CLIP models on images and texts, export and interpolate them.",
         epilog="Run clipkit COMMAND --help for the options of a command.",
     )
-    return chosen_command(COMMANDS, parser.parse_args(arguments))()
+    return select_command(COMMANDS, parser.parse_args(arguments))()
 
 
 if __name__ == "__main__":

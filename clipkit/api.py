@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.distributed import own_device
+from clipkit.distributed import select_device
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.attention import text_heatmaps
 from clipkit.model.clip import CLIP
@@ -118,7 +118,7 @@ def load(
 
 def _device(device: str | torch.device) -> torch.device:
     try:
-        place = own_device() if device == "auto" else torch.device(device)
+        place = select_device() if device == "auto" else torch.device(device)
         if place.type == "meta":
             raise ConfigError("device = 'meta' stores no values: use cpu, cuda or cuda:1")
         if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):

@@ -61,7 +61,7 @@ class Within:
         raise argparse.ArgumentTypeError(f"{text[:_SHOWN]!r} is not {self.noun}")
 
 
-def whole(least: int, most: int) -> Within:
+def integers(least: int, most: int) -> Within:
     """Whole numbers from ``least`` to ``most``."""
     return Within(
         words=f"{least} to {most}",
@@ -71,7 +71,7 @@ def whole(least: int, most: int) -> Within:
     )
 
 
-def number(least: float, most: float, *, above: bool = False) -> Within:
+def numbers(least: float, most: float, *, above: bool = False) -> Within:
     """Numbers from ``least`` (or, if ``above``, greater than it) to ``most``."""
     if above:
         return Within(
@@ -203,14 +203,27 @@ def _add_option(parser: argparse._ActionsContainer, declared: Field[Any], hint: 
         elif several:
             keywords["nargs"] = "+" if is_required else "*"
         elif option["positional"] and not is_required:
+            assert "type" not in keywords, "argparse would convert the missing value"
             keywords["nargs"] = "?"
         elif takes_no_value:
             keywords |= {"nargs": "?", "const": True}
     if option["positional"]:
-        parser.add_argument(declared.name, **keywords)
+        parser.set_defaults(last_argument=parser.add_argument(declared.name, **keywords))
     else:
         flag = option["flag"] or f"--{declared.name.replace('_', '-')}"
+        keywords.setdefault("action", _StoreOnce)
         parser.add_argument(flag, dest=declared.name, required=is_required, **keywords)
+
+
+class _StoreOnce(argparse.Action):
+    """Store the value of an option that cannot be repeated."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        if hasattr(namespace, self.dest):
+            parser.error(f"{flag} is given twice: {getattr(namespace, self.dest)} and {values}")
+        setattr(namespace, self.dest, values)
 
 
 def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, several: bool) -> None:
@@ -226,7 +239,7 @@ def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, seve
     elif within is not None:
         keywords["type"] = within.parse
     if several and option["separated"]:
-        keywords["type"] = _separated(keywords.get("type", str), can_be_empty=declared.default is None)
+        keywords["type"] = _make_list_parser(keywords.get("type", str), can_be_empty=declared.default is None)
     if metavar or "choices" not in keywords:
         keywords["metavar"] = metavar or _default_metavar(declared, kind, several)
 
@@ -247,7 +260,7 @@ def parse_path(text: str) -> Path:
     return user_path(text)
 
 
-def _separated(parse: Callable[[str], Any], *, can_be_empty: bool) -> Callable[[str], tuple[Any, ...]]:
+def _make_list_parser(parse: Callable[[str], Any], *, can_be_empty: bool) -> Callable[[str], tuple[Any, ...]]:
     def parse_all(text: str) -> tuple[Any, ...]:
         if can_be_empty and not text.strip():
             return ()
@@ -352,17 +365,28 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see {self.prog} --help)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse a command line; sources may stand between options."""
+        """Parse a command line; the values of the last argument may stand between options."""
         parsed, words = self.parse_known_args(args, namespace)
-        if words and hasattr(parsed, "sources") and not any(word.startswith("-") for word in words):
-            parsed.sources += words
-        elif words:
-            program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
-            raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
-        return parsed
+        if not words:
+            return parsed
+        last: argparse.Action | None = getattr(parsed, "last_argument", None)
+        if last is not None and not any(word.startswith("-") and word != "-" for word in words):
+            if last.nargs in ("+", "*"):
+                convert = last.type if callable(last.type) else str
+                try:
+                    values = [convert(word) for word in words]
+                except argparse.ArgumentTypeError as error:
+                    self.error(f"argument {last.dest}: {error}")
+                setattr(parsed, last.dest, [*getattr(parsed, last.dest, []), *values])
+                return parsed
+            if last.nargs == "?" and len(words) == 1 and not hasattr(parsed, last.dest):
+                setattr(parsed, last.dest, words[0])
+                return parsed
+        program = f"{self.prog} {parsed.command}" if hasattr(parsed, "command") else self.prog
+        raise ConfigError(f"unrecognized arguments: {' '.join(words)} (see {program} --help)")
 
 
-def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
+def build_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     """Build the parser of a program with sub-commands; ``program`` is passed to ``Parser``."""
     parser = Parser(formatter_class=argparse.RawDescriptionHelpFormatter, **program)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
@@ -381,7 +405,7 @@ def command_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     return parser
 
 
-def chosen_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
+def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
     """Import the selected command; return a function that runs it and returns the exit status.
 
     Raises:
@@ -505,7 +529,7 @@ class LoadOptions(DecodingOptions, DeviceOptions, NameOptions):
     dim: int = setting(
         0,
         "use the first N elements of each embedding, for models trained with loss.dims",
-        whole(1, 1_000_000),
+        integers(1, 1_000_000),
         default_text="all",
     )
 
@@ -515,9 +539,9 @@ class ModelOptions(LoadOptions):
     """A model, and how it encodes."""
 
     batch_size: int | None = setting(
-        None, "images or texts per batch", whole(1, MOST_BATCH), default_text="32 on a CPU, else 256"
+        None, "images or texts per batch", integers(1, MOST_BATCH), default_text="32 on a CPU, else 256"
     )
     precision: str = setting("fp32", "precision of the towers", one_of("fp32", "bf16", "fp16"))
     workers: int | None = setting(
-        None, "threads that read and decode", whole(0, MOST_WORKERS), default_text="one per core"
+        None, "threads that read and decode", integers(0, MOST_WORKERS), default_text="one per core"
     )

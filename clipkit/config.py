@@ -22,7 +22,7 @@ import msgspec
 
 from clipkit.cli import Within, import_attribute, one_of, setting
 from clipkit.errors import ConfigError, nearest
-from clipkit.files.terminal import shown as shown_url, without_secrets
+from clipkit.files.terminal import redact_secrets, redact_url
 from clipkit.model.architectures import TextArchitecture, select_tower
 from clipkit.model.names import TEXT_TOWERS, check_names
 from clipkit.samples.depth import parse_pixel_range
@@ -41,7 +41,9 @@ def at_least(least: float) -> Within:
 
 def above(bound: float, *, at_most: float = math.inf) -> Within:
     """Return the values above ``bound``, up to ``at_most``."""
-    words = f"above {bound}" + ("" if at_most == math.inf else f", at most {at_most:,}")
+    words = f"above {bound}"
+    if at_most != math.inf:
+        words += f", at most {at_most:,}"
     return Within(words=words, holds=lambda value: bound < value <= at_most)
 
 
@@ -51,12 +53,12 @@ def between(least: float, most: float) -> Within:
     return Within(words=f"{least} to {shown_most}", holds=lambda value: least <= value <= most)
 
 
-_POSITIVE = Within(words="at least 1", holds=lambda value: all(number >= 1 for number in value))
-_WEIGHTS = Within(words="above 0", holds=lambda value: all(number > 0 for number in value))
+_POSITIVE = Within(words="at least 1", holds=lambda value: all(size >= 1 for size in value))
+_WEIGHTS = Within(words="above 0", holds=lambda value: all(weight > 0 for weight in value))
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
-def late(path: str) -> Callable[..., Any]:
+def lazy_import(path: str) -> Callable[..., Any]:
     """Return a function that imports "module:name" when called, so that registries import no layer above."""
 
     def call(*arguments: Any, **named: Any) -> Any:
@@ -65,20 +67,24 @@ def late(path: str) -> Callable[..., Any]:
     return call
 
 
-def text_of(one: Field[Any]) -> str:
+def describe_setting(entry: Field[Any]) -> str:
     """Return the description of a field; "" if it has none."""
-    text = cast(str, one.metadata.get("text", ""))
-    if path := one.metadata.get("registry"):
-        entries = [(name, getattr(entry, "summary", "")) for name, entry in import_attribute(path).items()]
-        text = " ".join([text, *(f"{name}: {summary}." for name, summary in entries if summary)])
+    text = cast(str, entry.metadata.get("text", ""))
+    path = entry.metadata.get("registry")
+    if path:
+        for name, registered in import_attribute(path).items():
+            summary = getattr(registered, "summary", "")
+            if summary:
+                text += f" {name}: {summary}."
     return text
 
 
-def fits(one: Field[Any]) -> Within | None:
+def get_valid_values(entry: Field[Any]) -> Within | None:
     """Return the valid values of a field; None if all values of its type are valid."""
-    if path := one.metadata.get("registry"):
+    path = entry.metadata.get("registry")
+    if path:
         return one_of(*import_attribute(path))
-    return cast(Within | None, one.metadata.get("within"))
+    return cast(Within | None, entry.metadata.get("within"))
 
 
 class Section:
@@ -88,12 +94,14 @@ class Section:
 
     def __post_init__(self) -> None:
         for entry in fields(cast(Any, self)):
-            name, value = self.section + entry.name, getattr(self, entry.name)
-            path = entry.metadata.get("registry")
-            if path and value not in (known := import_attribute(path)):
-                raise ConfigError(f"{name} = {shown(value)} is unknown: {nearest(value, known)}")
-            if (within := fits(entry)) is not None:
-                require(within.holds(value), name, value, f"expected {within.words}")
+            name = self.section + entry.name
+            value = getattr(self, entry.name)
+            within = get_valid_values(entry)
+            if within is not None and not within.holds(value):
+                if entry.metadata["registry"]:
+                    hint = nearest(value, within.names)
+                    raise ConfigError(f"{name} = {format_value(value)} is unknown: {hint}")
+                require(False, name, value, f"expected {within.words}")
             needs = entry.metadata.get("needs")
             if needs and value != entry.default:
                 alternatives = needs.split(" or ")
@@ -108,22 +116,24 @@ class Section:
         return bool(getattr(self, name) != getattr(type(self), name))
 
 
-def require(holds: bool, name: str, value: object, wanted: str) -> None:
+def require(holds: bool, name: str, value: object, expectation: str) -> None:
     """Raise ConfigError with the message ``wanted`` unless ``holds``."""
     if not holds:
-        raise ConfigError(f"{name} = {shown(value)} is invalid: {wanted}")
+        raise ConfigError(f"{name} = {format_value(value)} is invalid: {expectation}")
 
 
 def require_use(name: str, value: object, other: str, used: bool) -> None:
     """Raise ConfigError unless ``used``: the setting has no effect without ``other``."""
     if not used:
-        raise ConfigError(f"{name} = {shown(value)} has no effect unless {other} is set")
+        raise ConfigError(f"{name} = {format_value(value)} has no effect unless {other} is set")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Format a value for a message; TOML may contain integers (0xff…) with more digits than Python prints."""
     try:
-        text = _literal(value) if isinstance(value, tuple) else repr(value)
+        text = repr(value)
+        if isinstance(value, tuple):
+            text = _format_literal(value)
     except ValueError:
         return "a number with thousands of digits"
     return text if len(text) <= _SHOWN else text[:_SHOWN] + "…"
@@ -251,7 +261,8 @@ class DataConfig(Section):
     )
 
     def __post_init__(self) -> None:
-        sources, captions = self.sources, self.captions
+        sources = self.sources
+        captions = self.captions
         require(bool(sources) and all(sources), "data.train", self.train, "expected at least one source")
         for name, weights, of, count in (
             ("data.weights", self.weights, "data.train", len(sources)),
@@ -291,9 +302,9 @@ class DataConfig(Section):
         return (self.train,) if isinstance(self.train, str) else self.train
 
     @property
-    def shown_sources(self) -> tuple[str, ...]:
+    def redacted_sources(self) -> tuple[str, ...]:
         """``sources`` without secrets in URLs."""
-        return tuple(map(shown_url, self.sources))
+        return tuple(map(redact_url, self.sources))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -343,7 +354,8 @@ class PixelsConfig(Section):
         if self.background:
             color_of(self.background, setting="pixels.background")
         pixel_range = parse_pixel_range(self.range, setting="pixels.range")
-        count, each = self.channels, f"expected one for each of pixels.channels: {self.channels}"
+        count = self.channels
+        each = f"expected one for each of pixels.channels: {count}"
         is_list = isinstance(pixel_range, tuple) and isinstance(pixel_range[0], tuple)
         require(not is_list or len(pixel_range) == count, "pixels.range", self.range, each)
         for name in ("mean", "std"):
@@ -354,7 +366,7 @@ class PixelsConfig(Section):
             require(self.background in ("", "none"), "pixels.background", self.background, rgb)
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
+def _parse_object(name: str, text: str) -> dict[str, Any]:
     """Parse a setting that is a JSON object, or empty."""
     try:
         value = json.loads(text or "{}")
@@ -419,7 +431,7 @@ class ModelConfig(Section):
         super().__post_init__()
         both = bool(self.tokenizer and self.weights and not self.new_head)
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
-        _json_object("model.image_options", self.image_options)
+        _parse_object("model.image_options", self.image_options)
         if self.image_weights:
             image = "model.image=timm:NAME or pixels:SIZE and no model.weights"
             usable = self.image.startswith(("timm:", "pixels:")) and not self.weights
@@ -436,7 +448,7 @@ class ModelConfig(Section):
     @property
     def tower_options(self) -> dict[str, Any]:
         """``image_options`` as values."""
-        return _json_object("model.image_options", self.image_options)
+        return _parse_object("model.image_options", self.image_options)
 
     @property
     def over_classes(self) -> bool:
@@ -607,15 +619,15 @@ class DistillConfig(Section):
         soft = not self.hard or self.temperature == 1
         require(soft, "distill.temperature", self.temperature, "expected 1 with distill.hard")
         alone = "expected below 1 with distill.teacher=average, from which alone nothing is learned"
-        require(not self.averages or self.weight < 1, "distill.weight", self.weight, alone)
+        require(not self.is_average or self.weight < 1, "distill.weight", self.weight, alone)
 
     @property
-    def wanted(self) -> bool:
+    def has_teacher(self) -> bool:
         """Whether there is a teacher."""
         return bool(self.teacher or self.features)
 
     @property
-    def averages(self) -> bool:
+    def is_average(self) -> bool:
         """Whether the averaged weights of the training are the teacher."""
         return self.teacher == "average"
 
@@ -901,7 +913,7 @@ class Config(Section):
 
     def _check_captions(self) -> None:
         data = self.data
-        if self.distill.wanted:
+        if self.distill.has_teacher:
             alone = "cannot be combined with distillation"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
@@ -910,23 +922,16 @@ class Config(Section):
             require(self.loss.same != "negatives", "loss.same", self.loss.same, same)
 
     def _check_teacher(self) -> None:
-        distill, model = self.distill, self.model
-        if distill.averages:
+        distill = self.distill
+        if distill.is_average:
             require_use("distill.teacher", distill.teacher, "optim.average", bool(self.optim.average))
         if self.shape.distilled:
-            learns = bool(distill.teacher or model.weights)
+            learns = bool(distill.teacher or self.model.weights)
             require_use("shape.distilled", True, "distill.teacher or model.weights", learns)
             least = "expected below 1 with shape.distilled, whose class token would learn nothing"
             require(distill.weight < 1, "distill.weight", distill.weight, least)
-            whole = "cannot be combined with shape.distilled"
-            require(not self.loss.dims, "loss.dims", self.loss.dims, whole)
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the section of an objective or of a term, such as ``config.caption``."""
-        sections = vars(self).get("objectives", {})
-        if name not in sections:
-            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        return sections[name]
+            refusal = "cannot be combined with shape.distilled"
+            require(not self.loss.dims, "loss.dims", self.loss.dims, refusal)
 
     @property
     def terms(self) -> dict[str, Any]:
@@ -943,7 +948,9 @@ class Config(Section):
             layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
             hosts: number of machines.
         """
-        steps, optim, every = self.steps, self.optim, self.lock.unfreeze_every
+        steps = self.steps
+        optim = self.optim
+        every = self.lock.unfreeze_every
         notes: list[str] = []
         if step >= steps:
             return []
@@ -1011,10 +1018,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or numbers with too many digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
-    _apply(values, overrides)
-    _rename(values)
+    _apply_overrides(values, overrides)
+    _rename_former_settings(values)
     config = _build_config(values)
-    return config if config.out else replace(config, out=str(Path("runs") / path.stem))
+    if config.out:
+        return config
+    return replace(config, out=str(Path("runs") / path.stem))
 
 
 # former names of settings, in the configurations of earlier runs
@@ -1024,9 +1033,10 @@ RENAMED = {
 }  # fmt: skip
 
 
-def _rename(values: dict[str, Any]) -> None:
+def _rename_former_settings(values: dict[str, Any]) -> None:
     for former, name in RENAMED.items():
-        (section, key), (new_section, new_key) = former.split("."), name.split(".")
+        section, key = former.split(".")
+        new_section, new_key = name.split(".")
         settings = values.get(section)
         if isinstance(settings, dict) and key in settings:
             values.setdefault(new_section, {}).setdefault(new_key, settings.pop(key))
@@ -1034,28 +1044,31 @@ def _rename(values: dict[str, Any]) -> None:
 
 def to_toml(config: Config, *, differing_from: Config | None = None) -> str:
     """Return a configuration as TOML for ``load_config``: all settings, or those that differ from another's."""
-    others = _values(differing_from) if differing_from is not None else {}
+    others = None
+    if differing_from is not None:
+        others = _collect_values(differing_from)
     parts = []
-    for section, values in _values(config).items():
-        lines = [f"\n[{section}]"] if section else []
+    for section, values in _collect_values(config).items():
+        lines = []
         for name, value in values.items():
-            if differing_from is None or value != others[section][name]:
-                lines.append(f"{name} = {_literal(value)}")
-        if len(lines) > bool(section):
-            parts += lines
+            if others is None or value != others[section][name]:
+                lines.append(f"{name} = {_format_literal(value)}")
+        if lines and section:
+            parts.append(f"\n[{section}]")
+        parts += lines
     return "\n".join(parts) + "\n"
 
 
-def shown_settings(config: Config) -> str:
+def redact_settings(config: Config) -> str:
     """Return the settings that differ from the defaults as TOML, without secrets in URLs."""
-    return without_secrets(to_toml(config, differing_from=Config()))
+    return redact_secrets(to_toml(config, differing_from=Config()))
 
 
-def changes(before: Config, after: Config) -> list[str]:
+def list_changes(before: Config, after: Config) -> list[str]:
     """List changed settings that must not change when a run is resumed, as ``key: before → after``."""
-    old, new = _flat(before), _flat(after)
+    old, new = _flatten_config(before), _flatten_config(after)
     return [
-        f"{key}: {_literal(old[key])} → {_literal(new[key])}"
+        f"{key}: {_format_literal(old[key])} → {_format_literal(new[key])}"
         for key in old
         if old[key] != new[key]
         and key not in RESUMABLE
@@ -1079,28 +1092,32 @@ def section_kinds() -> dict[str, type[Section]]:
 def section_fields() -> dict[str, list[Field[Any]]]:
     """Return the settings of each section by name; those outside sections come first, as ""."""
     kinds = section_kinds()
-    plain = [entry for entry in fields(Config) if entry.name not in (*kinds, "objectives")]
-    return {"": plain, **{name: list(fields(cast(Any, kind))) for name, kind in kinds.items()}}
+    entries = {"": [entry for entry in fields(Config) if entry.name not in (*kinds, "objectives")]}
+    for name, kind in kinds.items():
+        entries[name] = list(fields(cast(Any, kind)))
+    return entries
 
 
-def _values(config: Config) -> dict[str, dict[str, Any]]:
+def _collect_values(config: Config) -> dict[str, dict[str, Any]]:
     """Return all values by section and name."""
     values = {}
     for name, entries in section_fields().items():
-        section = getattr(config, name) if name else config
+        section: Any = config
+        if name:
+            section = config.objectives.get(name) or getattr(config, name)
         values[name] = {entry.name: getattr(section, entry.name) for entry in entries}
     return values
 
 
-def _flat(config: Config) -> dict[str, Any]:
+def _flatten_config(config: Config) -> dict[str, Any]:
     flat = {}
-    for section, values in _values(config).items():
+    for section, values in _collect_values(config).items():
         for name, value in values.items():
             flat[f"{section}.{name}" if section else name] = value
     return flat
 
 
-def _literal(value: Any) -> str:
+def _format_literal(value: Any) -> str:
     """Return a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
@@ -1108,16 +1125,16 @@ def _literal(value: Any) -> str:
         escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
         return f'"{escaped}"'
     if isinstance(value, tuple):
-        return "[" + ", ".join(map(_literal, value)) + "]"
+        return "[" + ", ".join(map(_format_literal, value)) + "]"
     return repr(value)
 
 
-def _list_form(key: str, values: Sequence[Any]) -> str:
+def _format_list(key: str, values: Sequence[Any]) -> str:
     """Format a list for a command line."""
-    return f"{key}='[{','.join(map(_literal, values))}]'"
+    return f"{key}='[{','.join(map(_format_literal, values))}]'"
 
 
-def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
+def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Apply ``dotted.key=value`` overrides; values are parsed as TOML if possible, otherwise used as strings."""
     texts: dict[str, str] = {}
     for override in overrides:
@@ -1128,12 +1145,12 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
         if key in texts and key == "data.train":
             raise ConfigError(
                 "data.train is given twice: quote brace patterns to prevent shell expansion, and write several "
-                f"sources as {_list_form(key, ['a', 'b'])}"
+                f"sources as {_format_list(key, ['a', 'b'])}"
             )
         if key in texts:
-            takes_list = isinstance(_flat(Config()).get(key), tuple)
-            instead = f"pass one list, {_list_form(key, ['a', 'b'])}" if takes_list else "remove one"
-            first, second = shown(shown_url(texts[key])), shown(shown_url(text))
+            takes_list = isinstance(_flatten_config(Config()).get(key), tuple)
+            instead = f"pass one list, {_format_list(key, ['a', 'b'])}" if takes_list else "remove one"
+            first, second = format_value(redact_url(texts[key])), format_value(redact_url(text))
             raise ConfigError(f"{key} is given twice: {first} and {second}; {instead}")
         texts[key] = text
         try:
@@ -1141,12 +1158,11 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
         except (ValueError, RecursionError):
             parsed = {}
         # values with several lines, and dates, are strings
-        is_value = parsed.keys() == {"value"} and isinstance(
-            parsed["value"], bool | int | float | str | list | dict
-        )
+        value = parsed["value"] if parsed.keys() == {"value"} else None
+        is_value = isinstance(value, bool | int | float | str | list | dict)
         if not is_value and text.startswith("[") and text.endswith("]"):
             raise ConfigError(
-                f"{override!r} is not a list: write strings in quotes, as in {_list_form(key, ['a', 'b'])}, "
+                f"{override!r} is not a list: write strings in quotes, as in {_format_list(key, ['a', 'b'])}, "
                 "and numbers as 0.5"
             )
         *sections, name = key.split(".")
@@ -1155,13 +1171,13 @@ def _apply(values: dict[str, Any], overrides: Sequence[str]) -> None:
             inner = inner.setdefault(section, {})
             if not isinstance(inner, dict):
                 raise ConfigError(f"{key} is unknown: {section} is not a section")
-        inner[name] = parsed["value"] if is_value else text
+        inner[name] = value if is_value else text
 
 
 def _build_config(values: Mapping[str, Any]) -> Config:
     """Convert the values of a TOML file."""
     kinds = section_kinds()
-    hints = _hints(Config) | kinds
+    hints = _get_hints(Config) | kinds
     del hints["objectives"]
     arguments = _convert_values(hints, values, "")
     declared = [name for name in kinds if name not in Config.__dataclass_fields__]
@@ -1169,7 +1185,7 @@ def _build_config(values: Mapping[str, Any]) -> Config:
     return Config(**arguments, objectives=objectives)
 
 
-def _hints(kind: type[Any]) -> dict[str, Any]:
+def _get_hints(kind: type[Any]) -> dict[str, Any]:
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in fields(kind)}
 
@@ -1181,19 +1197,21 @@ def _convert_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix:
             while isinstance(value, Mapping) and value:  # name the setting in an unknown section
                 inner, value = next(iter(value.items()))
                 unknown += f".{inner}"
-            raise ConfigError(f"{unknown} is unknown: {_nearest_key(unknown)}")
+            raise ConfigError(f"{unknown} is unknown: {_suggest_setting(unknown)}")
     return {key: _convert(hints[key], value, prefix + key) for key, value in values.items()}
 
 
-def _nearest_key(key: str) -> str:
+def _suggest_setting(key: str) -> str:
     """Return a hint for an unknown setting: the closest known one."""
-    known = list(_flat(Config()))
+    names = list(_flatten_config(Config()))
     name = key.rpartition(".")[2]
-    for setting_name in known:
+    for setting_name in names:
         if setting_name.rpartition(".")[2] == name:
             return f"did you mean {setting_name!r}?"
-    hint = nearest(key, known)
-    return hint if hint.startswith("did") else "`train.py --settings` lists all settings"
+    hint = nearest(key, names)
+    if hint.startswith("did"):
+        return hint
+    return "`train.py --settings` lists all settings"
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
@@ -1201,9 +1219,9 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(
-                f"{key} = {shown(value)} is invalid: {key} is a section; set {key}.<name> instead"
+                f"{key} = {format_value(value)} is invalid: {key} is a section; set {key}.<name> instead"
             )
-        return cast(type[Any], hint)(**_convert_values(_hints(cast(Any, hint)), value, key + "."))
+        return cast(type[Any], hint)(**_convert_values(_get_hints(cast(Any, hint)), value, key + "."))
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if float in kinds and isinstance(value, str) and _SHORT_FRACTION.fullmatch(value):
         value = float(value)
@@ -1219,7 +1237,7 @@ def _convert(hint: Any, value: Any, key: str) -> Any:
             with suppress(msgspec.ValidationError):
                 return msgspec.convert(candidate, kind)
     expected = " or ".join(_KIND_WORDS[kind] for kind in kinds)
-    raise ConfigError(f"{key} = {shown(value)} is invalid: expected {expected}")
+    raise ConfigError(f"{key} = {format_value(value)} is invalid: expected {expected}")
 
 
 _KIND_WORDS: dict[Any, str] = {
@@ -1271,15 +1289,15 @@ def settings_reference(prefix: str = "") -> list[str]:
             heading = f"[{section}] {' '.join((kinds[section].__doc__ or '').split())}"
             lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)]
         for entry in chosen:
-            lines += ["", f"{name_prefix}{entry.name} = {_literal(entry.default)}"]
-            text = text_of(entry)
+            lines += ["", f"{name_prefix}{entry.name} = {_format_literal(entry.default)}"]
+            text = describe_setting(entry)
             if isinstance(entry.default, bool):
                 text += " (true or false)"
-            elif (within := fits(entry)) is not None:
+            elif (within := get_valid_values(entry)) is not None:
                 text += f" ({within.words})"
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
             )
     if not lines:
-        raise ConfigError(f"--settings {prefix}: no setting starts with {prefix}: {_nearest_key(prefix)}")
+        raise ConfigError(f"--settings {prefix}: no setting starts with {prefix}: {_suggest_setting(prefix)}")
     return lines[1:]

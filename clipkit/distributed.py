@@ -72,7 +72,9 @@ class Failures:
     """
 
     def __init__(self, store: Store, *, rank: int, host: bool) -> None:
-        self._store, self._rank, self._host = store, rank, host
+        self._store = store
+        self._rank = rank
+        self._host = host
         self._note = ""
         # whether the store is unreachable: each further request would print a long C++ stack trace to stderr
         self._gone = False
@@ -170,7 +172,8 @@ def _report(error: BaseException) -> None:
     """Write a note of this rank's error; exit silently if another rank reports it."""
     # torchrun ends the remaining ranks when one has exited, but reporting takes seconds
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    reported, failures = error, _failures
+    reported = error
+    failures = _failures
     if failures is not None and isinstance(error, RuntimeError):
         lost = _LOST.search(f"{type(error).__name__}: {error}")
         if lost or _SILENT.search(str(error)):
@@ -232,29 +235,31 @@ def rank_and_world() -> tuple[int, int]:
     )
 
 
-def own_device() -> torch.device:
+def select_device() -> torch.device:
     """Return the device that ``auto`` stands for: an accelerator (CUDA, MPS of Apple, XPU of Intel), else the CPU.
 
     Each process that torchrun starts on a machine gets its own CUDA or XPU device.
     """
-    found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or found.type == "mps":
-        return found or torch.device("cpu")
-    return torch.device(found.type, int(os.environ.get("LOCAL_RANK", "0")))
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
+        return accelerator or torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def start() -> torch.device:
     """Join the process group if torchrun started this process, and return this process's device.
 
-    It is ``own_device``, except that several processes use CUDA or the CPU.
+    It is ``select_device``, except that several processes use CUDA or the CPU.
 
     Raises:
         ConfigError: the machine has fewer GPUs than processes.
     """
     global _failures, _store
     environment = os.environ
-    local_rank, local_world = int(environment.get("LOCAL_RANK", "0")), environment.get("LOCAL_WORLD_SIZE")
-    cuda, gpus = torch.cuda.is_available(), torch.cuda.device_count()
+    local_rank = int(environment.get("LOCAL_RANK", "0"))
+    local_world = environment.get("LOCAL_WORLD_SIZE")
+    cuda = torch.cuda.is_available()
+    gpus = torch.cuda.device_count()
     if cuda and local_rank < gpus:
         torch.cuda.set_device(local_rank)
     if int(environment.get("WORLD_SIZE", "1")) > 1:
@@ -282,13 +287,13 @@ def start() -> torch.device:
             rank=rank,
             world_size=world,
             timeout=_TIMEOUT,
-            device_id=own_device() if cuda and int(local_world or "1") <= gpus else None,
+            device_id=select_device() if cuda and int(local_world or "1") <= gpus else None,
         )
     if cuda and local_rank >= gpus:  # checked after joining, so that it is reported once
         raise ConfigError(
             f"{local_world} processes on a machine with {gpus} GPUs: set --nproc-per-node to the number of GPUs"
         )
-    return own_device() if cuda or world_size() == 1 else torch.device("cpu")
+    return select_device() if cuda or world_size() == 1 else torch.device("cpu")
 
 
 def _check_own_address() -> None:
@@ -434,7 +439,7 @@ def broadcast_bytes(content: bytes) -> bytes:
     return data.numpy().tobytes()
 
 
-def greatest_over_ranks(values: Tensor) -> Tensor:
+def max_over_ranks(values: Tensor) -> Tensor:
     """Return the elementwise maximum over ranks, on each rank; no gradient."""
     if world_size() == 1:
         return values
@@ -482,7 +487,7 @@ _known_rows: ContextVar[Sequence[int]] = ContextVar("_known_rows", default=())
 
 @contextmanager
 def known_rows(counts: Sequence[int]) -> Iterator[None]:
-    """State how many rows of the batch each rank has, so that ``counts_of_rows`` sends no message.
+    """State how many rows of the batch each rank has, so that ``gather_row_counts`` sends no message.
 
     Args:
         counts: by rank, each at least 1; empty: not known.
@@ -494,7 +499,7 @@ def known_rows(counts: Sequence[int]) -> Iterator[None]:
         _known_rows.reset(token)
 
 
-def counts_of_rows(rows: int) -> list[int]:
+def gather_row_counts(rows: int) -> list[int]:
     """Return the number of rows of each rank, ordered by rank, without waiting for a GPU.
 
     Args:
@@ -518,34 +523,36 @@ def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
 
     Args:
         rows: this rank's rows, with the same shape (except for B) and dtype on all ranks.
-        counts: every rank's B, see ``counts_of_rows``.
+        counts: every rank's B, see ``gather_row_counts``.
     """
     if world_size() == 1:
         return rows.detach()
-    own, most = rows.detach().contiguous(), max(counts)
-    if len(own) < most:
-        own = torch.cat([own, own.new_zeros(most - len(own), *own.shape[1:])])
-    gathered = own.new_empty(len(counts) * most, *own.shape[1:])
-    _all_gather(gathered, own)
+    padded = rows.detach().contiguous()
+    most = max(counts)
+    if len(padded) < most:
+        padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
+    gathered = padded.new_empty(len(counts) * most, *padded.shape[1:])
+    _all_gather(gathered, padded)
     if min(counts) == most:
         return gathered
-    return torch.cat([one[:count] for one, count in zip(gathered.split(most), counts, strict=True)])
+    return torch.cat([part[:count] for part, count in zip(gathered.split(most), counts, strict=True)])
 
 
-def scatter_sums_of_rows(rows: Tensor, counts: list[int]) -> Tensor:
+def scatter_row_sums(rows: Tensor, counts: list[int]) -> Tensor:
     """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient.
 
     Args:
         rows: (N, …), with the same shape and dtype on all ranks.
-        counts: every rank's B, see ``counts_of_rows``.
+        counts: every rank's B, see ``gather_row_counts``.
     """
     if world_size() == 1:
         return rows
-    most, given = max(counts), rows.contiguous()
+    most = max(counts)
+    padded = rows.contiguous()
     if min(counts) < most:
-        given = rows.new_zeros(len(counts) * most, *rows.shape[1:])
-        for place, part in zip(given.split(most), rows.split(counts), strict=True):
-            place[: len(part)] = part
-    own = rows.new_empty(most, *rows.shape[1:])
-    _reduce_scatter(own, given)
-    return own[: counts[rank()]]
+        padded = rows.new_zeros(len(counts) * most, *rows.shape[1:])
+        for block, part in zip(padded.split(most), rows.split(counts), strict=True):
+            block[: len(part)] = part
+    local_sums = rows.new_empty(most, *rows.shape[1:])
+    _reduce_scatter(local_sums, padded)
+    return local_sums[: counts[rank()]]

@@ -49,9 +49,9 @@ class CheckpointError(ClipkitError):
 class Stopped(KeyboardInterrupt):
     """Raised when a signal asks the program to stop; ``number`` is the signal's number."""
 
-    def __init__(self, number: int, *message: str) -> None:
+    def __init__(self, signal_number: int, *message: str) -> None:
         super().__init__(*message)
-        self.number = number
+        self.number = signal_number
 
 
 _MAX_LISTED = 600  # characters of known names in a message
@@ -86,17 +86,17 @@ def report_errors() -> Iterator[None]:
             sys.stdout.flush()
         return
     except ClipkitError as error:
-        status = _complain(str(error))
+        status = _report_error(str(error))
     except BrokenPipeError:  # the reader of our output has exited, as in `… | head`
         status = 1
     except OSError as error:
         names = [str(name) for name in (error.filename, error.filename2) if name is not None]
-        status = _complain(": ".join([*names, error.strerror or str(error)]))
+        status = _report_error(": ".join([*names, error.strerror or str(error)]))
     except UnicodeError as error:
-        status = _complain(f"text cannot be read or written: {error}")
+        status = _report_error(f"text cannot be read or written: {error}")
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
-            _to_stderr("; ".join(["stopped", *map(str, stop.args)]))
+            _print_to_stderr("; ".join(["stopped", *map(str, stop.args)]))
         status = 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     _exit(status)
 
@@ -115,14 +115,14 @@ def run_command(command: Callable[[], int | None]) -> NoReturn:
 
 def _exit(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        let_go_if_broken(stream)
+        silence_if_broken(stream)
     # After Ctrl-C within exec(text), which dataclasses use, `python -m` ends with SIGINT even if the exception was
     # caught; another exec resets that.
     exec("")
     sys.exit(status)
 
 
-def let_go_if_broken(stream: TextIO | None) -> bool:
+def silence_if_broken(stream: TextIO | None) -> bool:
     """Redirect a broken stream to /dev/null; return whether it was broken.
 
     Otherwise Python would flush it again at exit, print an error, and change the exit status.
@@ -155,16 +155,16 @@ def tell_torchrun(line: str, *, late: bool = False) -> None:
             Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": when}}))
 
 
-def _complain(message: str) -> int:
+def _report_error(message: str) -> int:
     rank = os.environ.get("RANK", "0")
     message = " ".join(message.split())
     if not Path(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull)).exists():
         tell_torchrun(f"error: {message}")
-    _to_stderr(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}")
+    _print_to_stderr(f"error: {message}" if rank == "0" else f"error (rank {rank}): {message}")
     return 1
 
 
-def _to_stderr(line: str) -> None:
+def _print_to_stderr(line: str) -> None:
     if sys.stderr is not None:  # print(file=None) would write to stdout
         with suppress(OSError):  # stderr is closed
             print(line, file=sys.stderr)

@@ -21,10 +21,10 @@ from clipkit.cli import (
     add_options,
     build_options,
     group,
-    number,
+    integers,
+    numbers,
     one_of,
     setting,
-    whole,
 )
 from clipkit.errors import ConfigError
 
@@ -61,7 +61,7 @@ class SourceOptions(ImageOptions, ModelOptions):
     image_column: str | None = setting(None, "column of tables", default_text="guessed")
     # as data.cache_gb
     cache_gb: float = setting(
-        100.0, "size of the cache of files in stores; 0 reads shards over the network", number(0, 1e6)
+        100.0, "size of the cache of files in stores; 0 reads shards over the network", numbers(0, 1e6)
     )
 
 
@@ -72,7 +72,7 @@ class EncodeOptions(SourceOptions):
     out: Path = setting(REQUIRED, "output folder", metavar="DIR")
     text: bool = setting(False, "encode texts instead of images")
     rows_per_file: int = setting(
-        10_000, "rows per output file; an interrupted file is encoded again", whole(1, 10_000_000)
+        10_000, "rows per output file; an interrupted file is encoded again", integers(1, 10_000_000)
     )
     dtype: str = setting(
         "float16",
@@ -109,7 +109,7 @@ class ClassifyOptions(SourceOptions):
         default_text='"a photo of a {c}."',
         listed=True,
     )
-    top: int = setting(3, "labels per image", whole(1, 1_000_000))
+    top: int = setting(3, "labels per image", integers(1, 1_000_000))
     calibrate: Path | None = setting(
         None,
         "fit probabilities and thresholds on images in one folder per label; in a folder none, images of no label",
@@ -119,7 +119,7 @@ class ClassifyOptions(SourceOptions):
         None, "file that --calibrate writes (default: calibration.json), or that is used without it"
     )
     least_precision: float | None = setting(
-        None, "precision that the thresholds of --calibrate must reach", number(0, 1), default_text="0.9"
+        None, "precision that the thresholds of --calibrate must reach", numbers(0, 1), default_text="0.9"
     )
     none: bool = setting(False, "give no label below the threshold")
     multi_label: bool = setting(False, "give all labels that reach their thresholds")
@@ -132,16 +132,16 @@ class CaptionOptions(SourceOptions):
     """Describe images, with a model trained with caption.weight."""
 
     prefix: str = setting("", "start of all captions", metavar="TEXT")
-    beams: int = setting(1, "hypotheses of a beam search", whole(1, 1000))
+    beams: int = setting(1, "hypotheses of a beam search", integers(1, 1000))
     top_p: float = setting(
         0.0,
         "sample among the most probable tokens with this total probability",
-        number(0, 1),
+        numbers(0, 1),
         default_text="take the best",
     )
-    seed: int | None = setting(None, "seed of --top-p", whole(0, MOST_SEED), default_text="0")
+    seed: int | None = setting(None, "seed of --top-p", integers(0, MOST_SEED), default_text="0")
     length: int = setting(
-        0, "maximum number of tokens with prefix and end", whole(1, 1_000_000), default_text="the model's"
+        0, "maximum number of tokens with prefix and end", integers(1, 1_000_000), default_text="the model's"
     )
     out: Path | None = setting(None, "write a .csv or .jsonl file instead of printing")
 
@@ -160,10 +160,10 @@ class CompleteOptions(LoadOptions):
     """Complete an image with Image GPT."""
 
     image: Path = setting(REQUIRED, "an image file", positional=True)
-    keep: float = setting(0.5, "upper part of the image that is given", number(0, 1))
-    samples: int = setting(6, "completions", whole(1, 100))
-    temperature: float = setting(1.0, "divides the logits; below 1 prefers likely colors", number(0.01, 100))
-    seed: int = setting(0, "random seed", whole(0, MOST_SEED))
+    keep: float = setting(0.5, "upper part of the image that is given", numbers(0, 1))
+    samples: int = setting(6, "completions", integers(1, 100))
+    temperature: float = setting(1.0, "divides the logits; below 1 prefers likely colors", numbers(0.01, 100))
+    seed: int = setting(0, "random seed", integers(0, MOST_SEED))
     out: Path = setting(REQUIRED, "the .png file to write")
 
 
@@ -175,7 +175,7 @@ class SearchOptions(DeviceOptions, NameOptions):
     text: str = setting("", "what to search for", metavar="TEXT", positional=True)
     image: tuple[Path, ...] = setting((), "an image to search for")
     unwanted: tuple[str, ...] = setting((), "what is not wanted", flag="--not", metavar="TEXT")
-    k: int = setting(20, "results", whole(1, 100_000), flag="-k")
+    k: int = setting(20, "results", integers(1, 100_000), flag="-k")
     html: Path | None = setting(None, "write a page with thumbnails instead of printing")
     exact: bool = setting(False, _EXACT)
     model: str = setting("", MODEL, default_text="that of the embeddings")
@@ -201,7 +201,7 @@ class ServeOptions(DeviceOptions, NameOptions):
     )
     exact: bool = setting(False, _EXACT)
     model: tuple[str, ...] = setting((), "one for each folder", default_text="those of the embeddings")
-    port: int = setting(8000, "port; 0 for any that is free", whole(0, 65_535))
+    port: int = setting(8000, "port; 0 for any that is free", integers(0, 65_535))
     host: str = setting("127.0.0.1", "address to listen on", default_text="127.0.0.1, this machine")
     token: str | None = setting(None, "token that other addresses require", default_text="a random one")
 
@@ -241,7 +241,7 @@ class InterpolateOptions(NameOptions):
     alpha: tuple[float, ...] = setting(
         (),
         "weight of SECOND, 0 to 1; several values write one model each, to DIR/alpha_A",
-        number(0, 1),
+        numbers(0, 1),
         default_text="0.5",
         listed=True,
     )
@@ -406,12 +406,12 @@ class Target:
     """The machines that a dry run is for; by default this process's device and the processes of this job."""
 
     gpu: str | None = setting(None, "kind of GPU, such as H100 or A100-40GB", metavar="NAME")
-    gpus: int = setting(0, "total number of GPUs", whole(1, _MOST), default_text="this machine's")
-    gpus_per_host: int = setting(0, "for sharding=hybrid", whole(1, _MOST), default_text="8")
+    gpus: int = setting(0, "total number of GPUs", integers(1, _MOST), default_text="this machine's")
+    gpus_per_host: int = setting(0, "for sharding=hybrid", integers(1, _MOST), default_text="8")
     mfu: float | None = setting(
         None,
         "fraction of the GPU's peak FLOP/s that the run reaches",
-        number(0, 1, above=True),
+        numbers(0, 1, above=True),
         metavar="FRACTION",
         default_text="0.1, on a CPU 0.4",
     )
@@ -444,7 +444,7 @@ class Arguments:
     replay: bool = setting(
         False, "compute the next step without changing anything, and report values that are not finite"
     )
-    profile: int = setting(0, "record N steps with torch's profiler", whole(0, _MOST))
+    profile: int = setting(0, "record N steps with torch's profiler", integers(0, _MOST))
     target: Target = group(Target, "with --dry-run", "default: this machine's processes and device")
 
 

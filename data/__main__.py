@@ -3,14 +3,14 @@
 import signal
 from collections.abc import Sequence
 
-from clipkit.cli import chosen_command, command_parser
+from clipkit.cli import build_parser, select_command
 from clipkit.errors import DataError, run_command
 from data.options import COMMANDS
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
-    parser = command_parser(
+    parser = build_parser(
         COMMANDS,
         prog="python -m data",
         description="Create, pack, download, index and inspect datasets of WebDataset shards.",
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parsed = parser.parse_args(arguments)
     try:
-        return chosen_command(COMMANDS, parsed)()
+        return select_command(COMMANDS, parsed)()
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission

@@ -47,12 +47,12 @@ from clipkit.files import (
     CountProgress,
     FileLock,
     counted,
+    format_bytes,
     name_order,
     printable,
     ray_cluster,
+    redact_url,
     replacing,
-    shown,
-    size_of,
     write_atomic,
 )
 from clipkit.samples import (
@@ -196,13 +196,13 @@ def run_download(options: DownloadCommand) -> int:
     print(f"  {report.kept:>11,}  of {counted(report.rows, 'row')} kept ({fraction:.1%})")
     for cause, count in report.failures.items():
         print(f"  {count:>11,}  {printable(cause)}")
-    print(f"  {size_of(report.downloaded)} downloaded")
+    print(f"  {format_bytes(report.downloaded)} downloaded")
     if not report.caption_column:
         print("  no captions: the table has no caption column (--caption-column names one)")
     if _ADDED in report.failures:
         print(f"  images with several captions: training uses the first, or draws one with {DRAW_CAPTIONS}")
     if not report.kept and (report.rows or parts == "1"):
-        rows = f"{counted(report.rows, 'row')} of {shown(options.table)}"
+        rows = f"{counted(report.rows, 'row')} of {redact_url(options.table)}"
         raise DataError(f"none of the {rows} gave an image; --retry-failed tries these rows again")
     return 0
 
@@ -320,7 +320,7 @@ def _list_tables(tables: Sequence[str | Path], copies: Path) -> list[Path]:
         else:
             inside = [path]
         if not inside:
-            raise DataError(f"{shown(table)} contains no table ({', '.join(SUFFIXES)})")
+            raise DataError(f"{redact_url(table)} contains no table ({', '.join(SUFFIXES)})")
         paths += inside
     return paths
 

@@ -13,10 +13,10 @@ from clipkit.cli import (
     ImageOptions,
     ModelOptions,
     group,
-    number,
+    integers,
+    numbers,
     one_of,
     setting,
-    whole,
 )
 
 SOURCES = """\
@@ -131,7 +131,7 @@ preset:datacomp_text_based. data/README.md describes the columns.
 
 
 def _cache_setting(default: float, without: str) -> float:
-    return setting(default, f"size of the disk cache for remote shards; 0 {without}", number(0, 1e9))
+    return setting(default, f"size of the disk cache for remote shards; 0 {without}", numbers(0, 1e9))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +167,7 @@ class StoredOptions:
         default_text="all except binary columns",
         separated=True,
     )
-    samples_per_shard: int = setting(10_000, "rows or samples per shard", whole(1, 10_000_000))
+    samples_per_shard: int = setting(10_000, "rows or samples per shard", integers(1, 10_000_000))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,13 +178,13 @@ class PackOptions(StoredOptions):
     test: float = setting(
         0.0,
         "fraction of the pairs to hold out as the test split, such as 0.1",
-        number(0, 1),
+        numbers(0, 1),
         metavar="FRACTION",
     )
     max_side: int | None = setting(
         None,
         "shrink images whose longer side exceeds this",
-        whole(1, 1_000_000),
+        integers(1, 1_000_000),
         metavar="PIXELS",
         default_text="keep the size",
     )
@@ -230,7 +230,7 @@ class DownloadOptions(StoredOptions):
         "border, or keep the size",
         one_of("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"),
     )
-    image_size: int = setting(256, "target size", whole(1, 100_000), metavar="PIXELS")
+    image_size: int = setting(256, "target size", integers(1, 100_000), metavar="PIXELS")
     enlarge: bool = setting(False, "also enlarge smaller images")
     exif: bool = setting(False, "store EXIF tags in the json")
     deduplicate: bool = setting(
@@ -249,11 +249,11 @@ class FetchOptions:
     connections, HTTP 429 and 5xx.
     """
 
-    connections: int = setting(256, "concurrent requests", whole(1, 10_000))
-    per_host: int = setting(16, "concurrent requests per host", whole(1, 10_000))
-    timeout: float = setting(20.0, "timeout of a response", number(0.1, 3600), metavar="SECONDS")
-    retries: int = setting(2, "retries after temporary errors", whole(0, 20))
-    max_mb: int = setting(64, "maximum file size in MiB", whole(1, 1024))
+    connections: int = setting(256, "concurrent requests", integers(1, 10_000))
+    per_host: int = setting(16, "concurrent requests per host", integers(1, 10_000))
+    timeout: float = setting(20.0, "timeout of a response", numbers(0.1, 3600), metavar="SECONDS")
+    retries: int = setting(2, "retries after temporary errors", integers(0, 20))
+    max_mb: int = setting(64, "maximum file size in MiB", integers(1, 1024))
     allow_private: bool = setting(False, "also download from hosts with private addresses")
     ignore_robots: bool = setting(False, "ignore the header X-Robots-Tag (noai, noindex)")
     keep_going: bool = setting(False, "do not stop when nearly all of the last rows failed")
@@ -298,10 +298,12 @@ class IndexOptions(CaptionOptions, ImageOptions, SourcesOptions):
 class InspectOptions(DecodingOptions, CaptionOptions, ImageOptions, SourcesOptions):
     """Report missing, broken, duplicate and slow data."""
 
-    samples: int = setting(2000, "samples to decode", whole(1, 1_000_000))
-    shards: int = setting(0, "shards to inspect", whole(0, 1_000_000), default_text="64, or 32 remote ones")
-    image_size: int = setting(224, "side of the crops", whole(1, 10_000), metavar="PIXELS")
-    batch_size: int = setting(256, "pairs per step, to compute the steps per epoch", whole(1, 1 << 30))
+    samples: int = setting(2000, "samples to decode", integers(1, 1_000_000))
+    shards: int = setting(
+        0, "shards to inspect", integers(0, 1_000_000), default_text="64, or 32 remote ones"
+    )
+    image_size: int = setting(224, "side of the crops", integers(1, 10_000), metavar="PIXELS")
+    batch_size: int = setting(256, "pairs per step, to compute the steps per epoch", integers(1, 1 << 30))
     filters: tuple[str, ...] = setting(
         (), "report how many samples pass a filter such as 'width >= 256' (as data.filters)"
     )
@@ -314,18 +316,18 @@ class InspectOptions(DecodingOptions, CaptionOptions, ImageOptions, SourcesOptio
 class SpeedOptions(ImageOptions, SourcesOptions):
     """Measure the speed of the loader."""
 
-    image_size: int = setting(224, "side of the crops", whole(1, 10_000), metavar="PIXELS")
-    batch_size: int = setting(256, "samples per batch", whole(1, MOST_BATCH))
+    image_size: int = setting(224, "side of the crops", integers(1, 10_000), metavar="PIXELS")
+    batch_size: int = setting(256, "samples per batch", integers(1, MOST_BATCH))
     workers: tuple[int, ...] = setting(
         (0, 1, 2),
         "numbers of workers to compare",
-        whole(0, MOST_WORKERS),
+        integers(0, MOST_WORKERS),
         metavar="N,…",
         default_text="0,1,2",
         separated=True,
     )
     seconds: float = setting(
-        10.0, "duration of each measurement after its first batch", number(0, 1e6, above=True)
+        10.0, "duration of each measurement after its first batch", numbers(0, 1e6, above=True)
     )
     cache_gb: float = _cache_setting(100.0, "reads over the network")
     json: bool = setting(False, "print one line of JSON instead of a table")
@@ -336,7 +338,7 @@ class TokenizerOptions(CaptionOptions, SourcesOptions):
     """Train a tokenizer on captions, for model.tokenizer."""
 
     out: Path = setting(REQUIRED, "the folder to create")
-    vocab: int = setting(8192, "number of tokens", whole(258, 1_000_000))
+    vocab: int = setting(8192, "number of tokens", integers(258, 1_000_000))
     filters: tuple[str, ...] = setting(
         (), "use only samples that pass a filter such as 'lang = de' (as data.filters)"
     )
@@ -348,8 +350,8 @@ class PaletteOptions(ImageOptions, SourcesOptions):
     """Choose the colors of Image GPT from images."""
 
     out: Path = setting(REQUIRED, "the .safetensors file to write")
-    colors: int = setting(512, "number of colors", whole(2, 4096))
-    images: int = setting(2000, "images to look at", whole(1, 1_000_000))
+    colors: int = setting(512, "number of colors", integers(2, 4096))
+    images: int = setting(2000, "images to look at", integers(1, 1_000_000))
     cache_gb: float = _cache_setting(100.0, "reads them over the network")
 
 
@@ -363,7 +365,7 @@ class ScoreOptions(ModelOptions, CaptionOptions, ImageOptions, SourcesOptions):
         metavar="SOURCE",
     )
     threshold: float = setting(
-        0.95, "similarity from which two images count as near-duplicates", number(0, 1)
+        0.95, "similarity from which two images count as near-duplicates", numbers(0, 1)
     )
     duplicates: bool = setting(
         True,

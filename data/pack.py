@@ -48,7 +48,7 @@ from typing import Any
 from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import CountProgress, counted, size_of
+from clipkit.files import CountProgress, counted, format_bytes
 from clipkit.samples import (
     CLASS_NAMES,
     SPLIT_NAMES,
@@ -470,7 +470,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
         bad = sum(report.bad.values())
         left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
         print(
-            f"packed {report.summary} of {what} into {out} ({size_of(size)}){left_out}; "
+            f"packed {report.summary} of {what} into {out} ({format_bytes(size)}){left_out}; "
             "`python -m data pack` writes them to another folder",
             file=sys.stderr,
         )

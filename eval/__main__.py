@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from clipkit.cli import Parser, chosen_command, command_parser
+from clipkit.cli import Parser, build_parser, select_command
 from clipkit.errors import run_command
 from eval.options import COMMANDS
 
@@ -20,11 +20,11 @@ _EPILOG = """examples:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status; raises ClipkitError for user errors."""
-    return chosen_command(COMMANDS, _parser().parse_args(arguments))()
+    return select_command(COMMANDS, _parser().parse_args(arguments))()
 
 
 def _parser() -> Parser:
-    return command_parser(
+    return build_parser(
         COMMANDS,
         prog="python -m eval",
         description="Score models on datasets and build pages of the results.",
@@ -34,7 +34,7 @@ def _parser() -> Parser:
 
 def _program() -> int:
     """Run the command, together with all ranks that torchrun started."""
-    command = chosen_command(COMMANDS, _parser().parse_args())
+    command = select_command(COMMANDS, _parser().parse_args())
     from clipkit import distributed
 
     return distributed.together(command)()

@@ -16,8 +16,8 @@ from rich.table import Table
 import clipkit
 from clipkit import CLIP, distributed
 from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
-from clipkit.files import counted, output_folder, printable
-from clipkit.formats import check_free, newest_epoch, resolve_checkpoint, save_model
+from clipkit.files import counted, printable, resolve_output
+from clipkit.formats import check_free, find_newest_epoch, resolve_checkpoint, save_model
 from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
 from eval.compare import (
@@ -277,7 +277,7 @@ def verify(options: VerifyOptions) -> int:
 def soup(options: SoupOptions) -> int:
     """Write the greedy soup of models."""
     with _ranks(options.device) as device:
-        out, leads = output_folder(options.out), distributed.rank() == 0
+        out, leads = resolve_output(options.out), distributed.rank() == 0
         if leads:
             check_free(out)
         targets, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
@@ -394,7 +394,7 @@ class _Model:
         try:
             path = Path(source).expanduser()
             if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
-                path = newest_epoch(path) or resolve_checkpoint(path)
+                path = find_newest_epoch(path) or resolve_checkpoint(path)
                 source = str(path)
         except RuntimeError as error:
             raise ConfigError(f"no model at {source[:_SHOWN]!r}: there is no such user") from error

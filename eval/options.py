@@ -12,9 +12,9 @@ from clipkit.cli import (
     DeviceOptions,
     ImageOptions,
     NameOptions,
+    integers,
     one_of,
     setting,
-    whole,
 )
 from eval.tasks import TASKS, Options, Task
 
@@ -49,7 +49,7 @@ class ScoringOptions(Options, DecodingOptions, DeviceOptions, NameOptions):
         metavar="FOLDER",
         default_text="features in the cache",
     )
-    batch_size: int = setting(256, "images or texts per batch", whole(1, MOST_BATCH))
+    batch_size: int = setting(256, "images or texts per batch", integers(1, MOST_BATCH))
     precision: str = setting("fp32", "dtype of the towers", one_of("fp32", "bf16", "fp16"))
 
 
@@ -106,7 +106,7 @@ class SoupOptions(DeviceOptions, NameOptions):
     )
     prompts: str = setting("", "prompt set, for datasets that have it", metavar="SET")
     out: Path = setting(REQUIRED, "folder of the model to write", metavar="FOLDER")
-    batch_size: int = setting(256, "images or texts per batch", whole(1, MOST_BATCH))
+    batch_size: int = setting(256, "images or texts per batch", integers(1, MOST_BATCH))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,7 +149,7 @@ class InternalsOptions(DecodingOptions, DeviceOptions, NameOptions):
     model: tuple[str, ...] = setting(REQUIRED, f"{_MODEL}, or timm:NAME; twice to compare")
     data: str = setting(REQUIRED, "dataset name, folder or URL", metavar="NAME|FOLDER")
     data_root: str | None = setting(None, "folder or store with datasets by name", metavar="FOLDER")
-    images: int = setting(128, "number of images, evenly spaced in the dataset", whole(4, 10_000))
+    images: int = setting(128, "number of images, evenly spaced in the dataset", integers(4, 10_000))
     device: str = setting("cpu", "auto, cpu, cuda, cuda:1, mps, xpu")
     out: Path = setting(REQUIRED, "the page to write, a .html file")
 

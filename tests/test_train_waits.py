@@ -55,9 +55,9 @@ def test_all_messages_of_a_step(
         expected |= {
             **MESSAGE,
             "allgather_base in distributed.gather_rows": 1 + shapes,
-            "allreduce in distributed.greatest_over_ranks": 1,
+            "allreduce in distributed.max_over_ranks": 1,
             "allreduce in distributed.sum_over_ranks": 2,
-            "reduce_scatter_base in distributed.scatter_sums_of_rows": 1,
+            "reduce_scatter_base in distributed.scatter_row_sums": 1,
             "gradients": 3,
         }
     assert events(forked, data, tmp_path / "run", ranks, f"optim.name={optimizer}") == expected
@@ -70,4 +70,4 @@ def test_no_step_waits(case: str, forked: Forked, data: Path, tmp_path: Path) ->
     assert reads == LATER
     messages = {name: count for name, count in counts.items() if "start_totals" in name}
     assert messages == MESSAGE
-    assert not any("counts_of_rows" in name for name in counts)
+    assert not any("gather_row_counts" in name for name in counts)

@@ -63,14 +63,14 @@ class Samples:
 
 @torch.no_grad()
 def draw_samples(model: CLIP) -> Samples:
-    """Create sample images, and encode them and ``texts_of(model)``; the model must be in evaluation mode."""
+    """Create sample images, and encode them and ``select_texts(model)``; the model must be in evaluation mode."""
     from PIL import Image
 
-    texts = texts_of(model)
+    texts = select_texts(model)
     size, channels = model.preprocess.image_size, model.preprocess.channels
     images: list[Image.Image | npt.NDArray[np.uint8]] = []
-    for number in range(len(TEXTS)):  # a gradient with a rectangle and noise
-        random = np.random.default_rng(number)
+    for seed in range(len(TEXTS)):  # a gradient with a rectangle and noise
+        random = np.random.default_rng(seed)
         ends = random.uniform(0, 255, (2, channels))
         slope = np.linspace(0, 1, size)[:, None, None] * random.uniform(0.2, 1, (1, size, 1))
         canvas = ends[0] + (ends[1] - ends[0]) * slope  # (S, S, C)
@@ -82,7 +82,7 @@ def draw_samples(model: CLIP) -> Samples:
         canvas += random.normal(0, 12, canvas.shape)
         values = canvas.clip(0, 255).astype(np.uint8)
         images.append(Image.fromarray(values) if channels == 3 else values)
-    pixels = normalized(preprocess_images(images, model.preprocess), model)
+    pixels = normalize_pixels(preprocess_images(images, model.preprocess), model)
     return Samples(
         images=tuple(images),
         texts=texts,
@@ -92,7 +92,7 @@ def draw_samples(model: CLIP) -> Samples:
     )
 
 
-def texts_of(model: CLIP) -> tuple[str, ...]:
+def select_texts(model: CLIP) -> tuple[str, ...]:
     """Return ``TEXTS``, or the same number of class names for a model with a class head."""
     if not isinstance(model.tokenizer, ClassTokenizer):
         return TEXTS
@@ -100,14 +100,14 @@ def texts_of(model: CLIP) -> tuple[str, ...]:
     return tuple(names[number % len(names)] for number in range(len(TEXTS)))
 
 
-def normalized(pixels: Tensor, model: CLIP) -> Tensor:
+def normalize_pixels(pixels: Tensor, model: CLIP) -> Tensor:
     """Normalize pixels with the model's mean and standard deviation: (N, C, S, S) uint8 → float32."""
     mean, std = (torch.tensor(one).view(-1, 1, 1) for one in (model.preprocess.mean, model.preprocess.std))
     return (pixels.float() / 255 - mean) / std
 
 
-def difference(found: object, expected: Tensor) -> float:
+def max_difference(values: object, expected: Tensor) -> float:
     """Return the largest absolute difference of two arrays of the same shape; NaN counts as infinite."""
-    other = torch.as_tensor(found, dtype=torch.float32)
+    other = torch.as_tensor(values, dtype=torch.float32)
     assert other.shape == expected.shape, (tuple(other.shape), tuple(expected.shape))
     return float((other - expected).abs().max().nan_to_num(nan=torch.inf))

@@ -14,7 +14,7 @@ import torch
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
-from clipkit.files.patterns import output_folder
+from clipkit.files.patterns import resolve_output
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.options import InterpolateOptions
@@ -49,22 +49,22 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
     if not (math.isfinite(alpha) and 0 <= alpha <= 1):
         raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
     _check_alike(first, second)
-    made = deepcopy(first) if into is None else into
+    result_model = deepcopy(first) if into is None else into
     weights, theirs, done = first.state_dict(), second.state_dict(), set[int]()
-    for name, result in made.state_dict().items():
-        own, place = weights[name], result.data_ptr()
-        if place in done:  # two names of one tensor
+    for name, result in result_model.state_dict().items():
+        weight, address = weights[name], result.data_ptr()
+        if address in done:  # two names of one tensor
             continue
-        done.add(place)
-        if own.is_floating_point():
-            kind = torch.promote_types(own.dtype, torch.float32)
-            own = torch.lerp(own.to(kind), theirs[name].to(own.device, kind), alpha)
-        result.copy_(own)
-    made.preprocess, made.tokenizer = second.preprocess, first.tokenizer
-    made.origin = (
+        done.add(address)
+        if weight.is_floating_point():
+            kind = torch.promote_types(weight.dtype, torch.float32)
+            weight = torch.lerp(weight.to(kind), theirs[name].to(weight.device, kind), alpha)
+        result.copy_(weight)
+    result_model.preprocess, result_model.tokenizer = second.preprocess, first.tokenizer
+    result_model.origin = (
         f"{1 - alpha:g} of {first.origin or 'a model'} and {alpha:g} of {second.origin or 'another'}"
     )
-    return made
+    return result_model
 
 
 def _check_alike(first: CLIP, second: CLIP) -> None:
@@ -109,15 +109,15 @@ def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -
         CheckpointError: a model cannot be loaded.
     """
     first: CLIP | None = None
-    known: dict[str, str] = {}
+    sources_by_hash: dict[str, str] = {}
     for source in sources:
         model = load(source, name=name, device=device)
         if first is None:
             first = model
         _check_alike(first, model)
-        if other := known.get(digest := model_hash(model)):
+        if other := sources_by_hash.get(digest := model_hash(model)):
             raise ConfigError(f"{other} and {source} are the same model: name each model once")
-        known[digest] = source
+        sources_by_hash[digest] = source
         yield model
 
 
@@ -131,7 +131,7 @@ def run_interpolate(options: InterpolateOptions) -> int:
     if options.more and options.alpha:
         raise ConfigError("--alpha needs two models: the mean of more is written")
     alphas = list(dict.fromkeys(options.alpha or (0.5,)))
-    out = output_folder(options.out)
+    out = resolve_output(options.out)
     folders = [out]
     if len(alphas) > 1:  # such as alpha_0.5, alpha_1
         folders = [out / f"alpha_{float(abs(alpha))!r}".removesuffix(".0") for alpha in alphas]

@@ -15,7 +15,7 @@ from clipkit import __version__
 from clipkit.export.checks import TEXTS
 from clipkit.export.targets import EXPORTS
 from clipkit.files.pages import templates
-from clipkit.files.terminal import without_secrets
+from clipkit.files.terminal import redact_secrets
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClipTokenizer
 
@@ -61,16 +61,16 @@ class Source:
     config: str = ""
 
 
-def source_of(model: CLIP) -> Source:
+def find_source(model: CLIP) -> Source:
     """Read the run folder of the checkpoint that a model was loaded from; the result is empty for other models."""
     if not model.origin.startswith(_CHECKPOINT):
         return Source()
     folder = Path(model.origin.removeprefix(_CHECKPOINT)).resolve()
     in_run = folder.parent.name == "checkpoints"
     run = folder.parent.parent if in_run else folder
-    step = _object(_text(folder / "state.json")).get("step")
+    step = _parse_object(_read_text(folder / "state.json")).get("step")
     step = step if type(step) is int else None
-    config = _text(folder / "config.toml")
+    config = _read_text(folder / "config.toml")
     try:
         tomllib.loads(config)
     except tomllib.TOMLDecodeError:
@@ -78,8 +78,8 @@ def source_of(model: CLIP) -> Source:
     scores: dict[
         tuple[str, str, str, str], KnownScore
     ] = {}  # the last score for each dataset, task, setting and metric
-    for line in _text(run / "results.jsonl").split("\n"):
-        record = _object(line)
+    for line in _read_text(run / "results.jsonl").split("\n"):
+        record = _parse_object(line)
         if step is not None and record.get("step") == step:
             with suppress(msgspec.ValidationError):
                 score = msgspec.convert(record, KnownScore)
@@ -87,7 +87,7 @@ def source_of(model: CLIP) -> Source:
     return Source(run=run.name, step=step, scores=tuple(scores.values()), config=config.strip())
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
@@ -95,7 +95,7 @@ def _object(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _LARGEST:
             return ""
@@ -104,7 +104,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name: str) -> str:
+def render_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name: str) -> str:
     """Write the README.md of an export.
 
     Args:
@@ -129,20 +129,20 @@ def model_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name:
         resize_mode=model.preprocess.resize_mode,
         image_parameters=image_parameters,
         text_parameters=sum(parameter.numel() for parameter in model.parameters()) - image_parameters,
-        by_caller=by_caller(model),
+        caller_steps=describe_caller_steps(model),
         targets=targets,
         exports=EXPORTS,
         samples=len(TEXTS),
         source=source,
         # shorten absolute paths to their last part
-        config=_FOLDERS.sub("…/", without_secrets(source.config)),
+        config=_FOLDERS.sub("…/", redact_secrets(source.config)),
         name=name,
         version=__version__,
     )
     return text.rstrip() + "\n"
 
 
-def by_caller(model: CLIP) -> str:
+def describe_caller_steps(model: CLIP) -> str:
     """Describe the preprocessing that other libraries do not support and the caller must do; "" for none."""
     done = str(model.preprocess.decoding)
     return f"Before this, {done}. Other libraries do not do this: do it before calling them." if done else ""

@@ -10,9 +10,9 @@ the class names, and exp(t), which multiplies similarities.
 
 Weights of more than 1.5 GiB are stored in a separate file, because an ONNX file is limited to 2 GiB.
 
-``write_int8`` stores the same graphs with int8 weights: onnxruntime's dynamic quantization of matrix products, with
-a scale for each output, and of embedding tables. Convolutions, normalizations and the products of attention keep
-float32. Activations are quantized at run time, so no images are needed for calibration.
+``write_model_int8`` stores the same graphs with int8 weights: onnxruntime's dynamic quantization of matrix
+products, with a scale for each output, and of embedding tables. Convolutions, normalizations and the products of
+attention keep float32. Activations are quantized at run time, so no images are needed for calibration.
 """
 
 import json
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
-from clipkit.export.checks import Samples, difference, texts_of
+from clipkit.export.checks import Samples, max_difference, select_texts
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.files.terminal import counted
@@ -46,7 +46,7 @@ _QUANTIZED = ("MatMul", "Gemm", "Gather")
 _ROUNDS = 7
 
 
-def obstacle(model: CLIP) -> str:
+def find_obstacle(model: CLIP) -> str:
     """Whether the tower of another library can be exported is only known after trying."""
     return "" if any(True for _ in model.visual.parameters()) else "its image tower has no weights"
 
@@ -81,7 +81,7 @@ class _OwnTextEncoder(nn.Module):
         return F.normalize(read @ self.text_projection, dim=-1)
 
 
-def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write the graphs, their configuration and tokenizer; return the names of the files.
 
     The model must be in evaluation mode, with float32 weights on the CPU.
@@ -93,16 +93,16 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     length, classes = shape.context_length, list(shape.classes)
     halves = model.architecture.distilled
     text = _OwnTextEncoder(model) if model.text is None else _Normalized(model.text, halves=halves)
-    names = _graph(
+    names = _write_graph(
         _Normalized(model.visual),
         torch.zeros(2, 3, size, size),
         {0: "batch"},
         ("pixel_values", "image_embeds"),
         folder / VISUAL,
     )
-    names += _graph(
+    names += _write_graph(
         text,
-        model.tokenizer(texts_of(model)[:2]),
+        model.tokenizer(select_texts(model)[:2]),
         {0: "batch", 1: "tokens"} if shape.any_length else {0: "batch"},
         ("input_ids", "text_embeds"),
         folder / TEXTUAL,
@@ -138,7 +138,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
 
 
 @torch.no_grad()
-def _graph(
+def _write_graph(
     encoder: nn.Module, example: Tensor, dynamic: dict[int, str], names: tuple[str, str], path: Path
 ) -> list[str]:
     """Write one encoder as a graph; return the names of the files."""
@@ -170,13 +170,13 @@ def _graph(
     return [path.name, *([f"{path.name}.data"] if outside else [])]
 
 
-def write_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write the graphs with int8 weights; otherwise as ``write``."""
+def write_model_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the graphs with int8 weights; otherwise as ``write_model``."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
     before, written = folder / _FLOAT32, []
     before.mkdir()
-    names = write(model, tensors, before)
+    names = write_model(model, tensors, before)
     for name in (VISUAL, TEXTUAL):
         outside = f"{name}.data" in names
         logging.disable(logging.WARNING)  # hide advice for static quantization
@@ -200,25 +200,26 @@ def write_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list
     return [*written, CONFIG, *others]
 
 
-def check(model: CLIP, folder: Path, samples: Samples) -> float:
+def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
     """Run the graphs at several batch sizes; return the largest difference of unit-norm embeddings."""
     largest = 0.0
     for batch in _BATCHES:
-        images, texts = _embeddings(model, folder, samples, batch)
-        largest = max(largest, difference(images, samples.image_embeddings[:batch]))
-        largest = max(largest, difference(texts, samples.text_embeddings[:batch]))
+        images, texts = _run_graphs(model, folder, samples, batch)
+        largest = max(largest, max_difference(images, samples.image_embeddings[:batch]))
+        largest = max(largest, max_difference(texts, samples.text_embeddings[:batch]))
     return largest
 
 
-def check_int8(model: CLIP, folder: Path, samples: Samples) -> float:
+def check_model_int8(model: CLIP, folder: Path, samples: Samples) -> float:
     """Run the graphs; return 1 − the lowest cosine similarity of an embedding to clipkit's, infinite for NaN."""
-    found = _embeddings(model, folder, samples, len(samples.texts))
-    wanted = (samples.image_embeddings, samples.text_embeddings)
-    lowest = min(float((a * b).sum(dim=-1).min()) for a, b in zip(found, wanted, strict=True))
-    return 1 - lowest if lowest == lowest else float("inf")
+    images, texts = _run_graphs(model, folder, samples, len(samples.texts))
+    cosines = torch.cat(
+        [(images * samples.image_embeddings).sum(-1), (texts * samples.text_embeddings).sum(-1)]
+    )
+    return float((1 - cosines).max().nan_to_num(nan=torch.inf))
 
 
-def compare_int8(model: CLIP, folder: Path, samples: Samples) -> str:
+def compare_model_int8(model: CLIP, folder: Path, samples: Samples) -> str:
     """Describe size and speed before and after quantization, and remove the graphs in float32.
 
     Both graphs run in turn on the same inputs and cores; times are medians.
@@ -228,30 +229,31 @@ def compare_int8(model: CLIP, folder: Path, samples: Samples) -> str:
         ("images", VISUAL, {"pixel_values": samples.pixels.numpy()}),
         ("texts", TEXTUAL, {"input_ids": model.tokenizer(samples.texts).numpy()}),
     ):
-        paths = [folder / _FLOAT32 / file, folder / file]
-        sizes = [sum(one.stat().st_size for one in path.parent.glob(f"{file}*")) / 1e6 for path in paths]
-        sessions, times = [_session(path) for path in paths], []
+        folders = (folder / _FLOAT32, folder)
+        sizes = [sum(path.stat().st_size for path in inner.glob(f"{file}*")) / 1e6 for inner in folders]
+        sessions = [_open_session(inner / file) for inner in folders]
+        times: list[list[float]] = [[], []]
         for _ in range(_ROUNDS):
-            for session in sessions:
+            for session, milliseconds in zip(sessions, times, strict=True):
                 begun = time.perf_counter()
                 session.run(None, feed)
-                times.append(1e3 * (time.perf_counter() - begun))
-        before, after = median(times[2::2]), median(times[3::2])  # without the first round
+                milliseconds.append(1e3 * (time.perf_counter() - begun))
+        before, after = (median(milliseconds[1:]) for milliseconds in times)  # without the first round
         speed = f"{before:.1f} → {after:.1f} ms for {len(samples.texts)} {what}"
         lines.append(f"{file} {sizes[0]:.1f} → {sizes[1]:.1f} MB, {speed}")
     shutil.rmtree(folder / _FLOAT32)
     return f"{'; '.join(lines)} (float32 → int8, {counted(torch.get_num_threads(), 'thread')})"
 
 
-def _embeddings(model: CLIP, folder: Path, samples: Samples, batch: int) -> tuple[Tensor, Tensor]:
+def _run_graphs(model: CLIP, folder: Path, samples: Samples, batch: int) -> tuple[Tensor, Tensor]:
     """Run both graphs on the first samples; return unit-norm embeddings (batch, O) of images and texts."""
     tokens = model.tokenizer(samples.texts[:batch])  # trimmed to the longest text if the tower allows it
-    images = _session(folder / VISUAL).run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
-    texts = _session(folder / TEXTUAL).run(None, {"input_ids": tokens.numpy()})[0]
+    images = _open_session(folder / VISUAL).run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
+    texts = _open_session(folder / TEXTUAL).run(None, {"input_ids": tokens.numpy()})[0]
     return torch.as_tensor(images), torch.as_tensor(texts)
 
 
-def _session(path: Path) -> Any:
+def _open_session(path: Path) -> Any:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -322,7 +324,7 @@ ids = np.arange(len(config["classes"]))[:, None]  # in the order of these names
 """
 
 
-def example(model: CLIP) -> str:
+def format_example(model: CLIP) -> str:
     """Return code that loads the export and compares an image with texts or classes."""
     tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
     if isinstance(model.tokenizer, ClassTokenizer):
@@ -335,4 +337,4 @@ def example(model: CLIP) -> str:
     return code.replace("{resize}", resize).replace("{tokens}", tokens.strip())
 
 
-example_int8 = example
+format_example_int8 = format_example

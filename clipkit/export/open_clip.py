@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipkit.errors import ConfigError
-from clipkit.export.checks import Samples, difference
+from clipkit.export.checks import Samples, max_difference
 from clipkit.files.open_clip import load_folder
 from clipkit.model.clip import CLIP
 from clipkit.model.names import to_open_clip
@@ -25,7 +25,7 @@ from clipkit.model.tokenizer import LibraryTokenizer, TransformersTokenizer
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 
 
-def obstacle(model: CLIP) -> str:
+def find_obstacle(model: CLIP) -> str:
     """Return why open_clip cannot represent this model, or ""."""
     try:
         to_open_clip(model.architecture)
@@ -36,7 +36,7 @@ def obstacle(model: CLIP) -> str:
     return ""
 
 
-def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write a model with float32 weights on the CPU; return the names of the files."""
     config = to_open_clip(model.architecture)
     names = store_tokenizer(model, folder)
@@ -69,19 +69,19 @@ def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def check(model: CLIP, folder: Path, samples: Samples) -> float:
+def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with open_clip as a user would; return the largest difference of unit-norm embeddings."""
     with torch.random.fork_rng(devices=[]):  # open_clip initializes weights before loading them
         theirs, transform, tokenize = load_folder(folder)
     theirs.eval()
     pixels = torch.stack([transform(image) for image in samples.images])
     tokens = tokenize(list(samples.texts))
-    images = difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
-    texts = difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)
+    images = max_difference(theirs.encode_image(pixels, normalize=True), samples.image_embeddings)
+    texts = max_difference(theirs.encode_text(tokens, normalize=True), samples.text_embeddings)
     return max(images, texts)
 
 
-def example(model: CLIP) -> str:
+def format_example(model: CLIP) -> str:
     """Return code that loads the export and compares an image with texts."""
     return """
 import open_clip, torch

@@ -81,11 +81,11 @@ def _target(
         display=display,
         package=package,
         distribution=distribution or package,
-        obstacle=function("obstacle"),
-        write=function(f"write{suffix}"),
-        check=function(f"check{suffix}"),
-        compare=function(f"compare{suffix}") if facts.get("approximate") else None,
-        example=function(f"example{suffix}"),
+        obstacle=function("find_obstacle"),
+        write=function(f"write_model{suffix}"),
+        check=function(f"check_model{suffix}"),
+        compare=function(f"compare_model{suffix}") if facts.get("approximate") else None,
+        example=function(f"format_example{suffix}"),
         **facts,
     )
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from clipkit.export.checks import Samples, difference
+from clipkit.export.checks import Samples, max_difference
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 
@@ -48,7 +48,7 @@ class _Backbone:
     tensors: dict[str, Tensor]
 
 
-def obstacle(model: CLIP) -> str:
+def find_obstacle(model: CLIP) -> str:
     """Return why timm cannot represent this image tower, or ""."""
     vision = model.architecture.vision
     if (own := vision.plain) is not None:
@@ -60,8 +60,8 @@ def obstacle(model: CLIP) -> str:
     linear = all(isinstance(head.get_submodule(name), nn.Linear) for name in layers)
     if layers not in ([], ["proj"]) or not linear:
         return "timm supports only image towers with one linear projection"
-    backbone = _library_tower(model, model.visual.state_dict())
-    built = _build(backbone).state_dict()
+    backbone = _convert_library_tower(model, model.visual.state_dict())
+    built = _build_backbone(backbone).state_dict()
     if {name: t.shape for name, t in built.items()} != {
         name: t.shape for name, t in backbone.tensors.items()
     }:
@@ -69,13 +69,13 @@ def obstacle(model: CLIP) -> str:
     return ""
 
 
-def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write the image tower with float32 weights on the CPU; return the names of the files."""
     import timm
 
     visual = {name.removeprefix("visual."): t for name, t in tensors.items() if name.startswith("visual.")}
     plain = model.architecture.vision.plain is not None
-    backbone = _own_tower(model, visual) if plain else _library_tower(model, visual)
+    backbone = _convert_plain_tower(model, visual) if plain else _convert_library_tower(model, visual)
     known, preprocess = timm.get_pretrained_cfg(backbone.name), model.preprocess
     size = preprocess.image_size
     config = {
@@ -99,7 +99,7 @@ def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]
     return [CONFIG, WEIGHTS]
 
 
-def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
+def select_timm_model(shape: Architecture) -> tuple[str, dict[str, Any]]:
     """Return timm's model name and arguments for an architecture's plain ViT."""
     import timm
 
@@ -120,8 +120,8 @@ def timm_name(shape: Architecture) -> tuple[str, dict[str, Any]]:
     }
 
 
-def _own_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
-    name, arguments = timm_name(model.architecture)
+def _convert_plain_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
+    name, arguments = select_timm_model(model.architecture)
     tensors = {
         "cls_token": visual["class_embedding"].view(1, 1, -1),  # (1, 1, D)
         "pos_embed": visual["positional_embedding"].unsqueeze(0),  # (1, P + 1, D)
@@ -137,7 +137,7 @@ def _own_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
     return _Backbone(name=name, arguments=arguments, classes=model.architecture.embed_dim, tensors=tensors)
 
 
-def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
+def _convert_library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
     origin = model.architecture.vision.timm_model()
     assert origin is not None
     name, arguments = origin
@@ -151,7 +151,7 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
         name=name, arguments=arguments, classes=model.architecture.embed_dim, tensors=tensors
     )
     bias = visual.get("head.proj.bias", torch.zeros(backbone.classes))
-    trunk = _build(backbone)
+    trunk = _build_backbone(backbone)
     found: Any = trunk.get_classifier()  # type: ignore[operator]
     layers = (
         list(found) if isinstance(found, tuple | list) else [found]
@@ -165,7 +165,7 @@ def _library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone:
     return backbone
 
 
-def _build(backbone: _Backbone) -> nn.Module:
+def _build_backbone(backbone: _Backbone) -> nn.Module:
     import timm
 
     with torch.random.fork_rng(devices=[]):  # timm initializes weights
@@ -176,7 +176,7 @@ def _build(backbone: _Backbone) -> nn.Module:
 
 
 @torch.no_grad()
-def check(model: CLIP, folder: Path, samples: Samples) -> float:
+def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with timm as a user would; return the largest difference of features relative to the norm."""
     import timm
     from timm.data.config import resolve_model_data_config
@@ -189,10 +189,10 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     transform = create_transform(**config, is_training=False)
     features = theirs(torch.stack([transform(image) for image in samples.images]))
     scale = samples.image_features.norm(dim=-1).max()
-    return difference(features / scale, samples.image_features / scale)
+    return max_difference(features / scale, samples.image_features / scale)
 
 
-def example(model: CLIP) -> str:
+def format_example(model: CLIP) -> str:
     """Return code that loads the export and compares an image with texts."""
     return """
 import timm, torch

@@ -30,9 +30,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from clipkit.export.checks import Samples, difference
+from clipkit.export.checks import Samples, max_difference
 from clipkit.export.open_clip import store_tokenizer
-from clipkit.formats.transformers import to_transformers, transformers_configs
+from clipkit.formats.transformers import build_configs, to_transformers
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import (
     ANY_END,
@@ -51,7 +51,7 @@ START, END = "<|startoftext|>", "<|endoftext|>"
 _WORD = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 
 
-def obstacle(model: CLIP) -> str:
+def find_obstacle(model: CLIP) -> str:
     """Return why transformers' ``CLIPModel`` cannot represent this model, or ""."""
     shape = model.architecture
     for tower in (shape.vision, shape.text):
@@ -68,9 +68,9 @@ def obstacle(model: CLIP) -> str:
     return ""
 
 
-def write(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write a model with float32 weights on the CPU; return the names of the files."""
-    configs = transformers_configs(model.architecture, model.preprocess)
+    configs = build_configs(model.architecture, model.preprocess)
     processor, preprocess = configs["preprocessor_config.json"], model.preprocess
     processor["processor_class"] = "CLIPProcessor"
     processor["resample"] = {"bilinear": 2, "bicubic": 3}[preprocess.interpolation]
@@ -118,22 +118,24 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
 
     merges = read_merges()
     vocabulary = {token: number for number, token in enumerate([*list_tokens(), START, END])}
-    made = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))
-    made.normalizer = normalizers.Sequence(
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))
+    tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
     )
-    made.pre_tokenizer = pre_tokenizers.Sequence(
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_WORD), behavior="removed", invert=True),
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
-    made.post_processor = processors.RobertaProcessing(
+    tokenizer.post_processor = processors.RobertaProcessing(
         (END, END_OF_TEXT), (START, START_OF_TEXT), trim_offsets=False, add_prefix_space=False
     )
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (START, END)])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in (START, END)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "vocab.json", vocabulary)
     lines = ["#version: 0.2", *(" ".join(pair) for pair in merges)]
     (folder / "merges.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -145,7 +147,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 @torch.no_grad()
-def check(model: CLIP, folder: Path, samples: Samples) -> float:
+def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with transformers as a user would; return the largest difference of unit-norm embeddings."""
     from transformers import AutoProcessor, CLIPModel
 
@@ -162,8 +164,8 @@ def check(model: CLIP, folder: Path, samples: Samples) -> float:
     )
     inputs.setdefault("pixel_values", samples.pixels)  # the processor reads RGB images
     out = theirs.eval()(**inputs)
-    images = difference(out.image_embeds, samples.image_embeddings)
-    return max(images, difference(out.text_embeds, samples.text_embeddings))
+    images = max_difference(out.image_embeds, samples.image_embeddings)
+    return max(images, max_difference(out.text_embeds, samples.text_embeddings))
 
 
 @contextmanager
@@ -171,16 +173,16 @@ def _without_bars() -> Iterator[None]:
     """Hide transformers' progress bars."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if enabled:
             logging.enable_progress_bar()
 
 
-def example(model: CLIP) -> str:
+def format_example(model: CLIP) -> str:
     """Return code that loads the export and compares an image with texts."""
     return """
 import torch
@@ -196,9 +198,9 @@ with torch.no_grad():
 """
 
 
-def write_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+def write_model_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
     """Write the files of transformers and sentence-transformers; return their names."""
-    names = write(model, tensors, folder)
+    names = write_model(model, tensors, folder)
     package = "sentence_transformers.base.modules"
     modules = [("", "transformer.Transformer"), ("1_Normalize", "normalize.Normalize")]
     features = {"text": "get_text_features", "image": "get_image_features"}
@@ -230,7 +232,7 @@ def write_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> 
     return [*names, *own]
 
 
-def check_sentence(model: CLIP, folder: Path, samples: Samples) -> float:
+def check_model_sentence(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with sentence-transformers; return the largest difference of unit-norm embeddings."""
     from sentence_transformers import SentenceTransformer
 
@@ -238,10 +240,12 @@ def check_sentence(model: CLIP, folder: Path, samples: Samples) -> float:
         theirs = SentenceTransformer(str(folder), device="cpu", local_files_only=True)
     images = theirs.encode(list(samples.images), show_progress_bar=False)
     texts = theirs.encode(list(samples.texts), show_progress_bar=False)
-    return max(difference(images, samples.image_embeddings), difference(texts, samples.text_embeddings))
+    return max(
+        max_difference(images, samples.image_embeddings), max_difference(texts, samples.text_embeddings)
+    )
 
 
-def example_sentence(model: CLIP) -> str:
+def format_example_sentence(model: CLIP) -> str:
     """Return code that loads the export and compares an image with texts."""
     return """
 from PIL import Image

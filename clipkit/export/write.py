@@ -27,11 +27,11 @@ from clipkit import __version__
 from clipkit.api import load
 from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export.checks import draw_samples
-from clipkit.export.model_card import Source, by_caller, model_card, source_of
+from clipkit.export.model_card import Source, describe_caller_steps, find_source, render_card
 from clipkit.export.targets import EXPORTS
 from clipkit.files.atomic import lock_output
 from clipkit.files.hub import HUB, check_push, push_folder
-from clipkit.files.patterns import output_folder
+from clipkit.files.patterns import resolve_output
 from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
@@ -81,14 +81,15 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             another process is writing to it.
         CheckpointError: a library's embeddings differ from clipkit's, or the folder cannot be written.
     """
-    wanted = _wanted(model, to)
-    out = output_folder(out)
+    targets = _select_targets(model, to)
+    out = resolve_output(out)
     if not out.name:
         raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
     if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in model.parameters()):
         model = deepcopy(model).float().cpu()
         model.reset_constants()
-    aside, former = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.former")
+    aside = out.with_name(f".{out.name}.partial")
+    former = out.with_name(f".{out.name}.former")
     heads = tuple(HEADS.values())
     # only the towers are exported
     tensors = {name: value for name, value in collect_tensors(model).items() if not name.startswith(heads)}
@@ -105,24 +106,22 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             if former.exists() and not out.exists():  # an export was killed between the two renames
                 former.rename(out)
             shutil.rmtree(former, ignore_errors=True)
-            earlier = _earlier_export(out, wanted, weights)
-            _check_apart([*earlier.kept, *wanted])
+            earlier = _earlier_export(out, targets, weights)
+            _check_apart([*earlier.other_targets, *targets])
             shutil.rmtree(aside, ignore_errors=True)  # left by a killed export
             inner = aside / out.name  # some files contain the folder's name
             inner.mkdir(parents=True)
-            done = _write(model, tensors, wanted, inner)
-            records = {
-                one.target: {
-                    "files": list(one.files),
-                    "checked_by": one.library,
-                    "difference": one.difference,
+            done = _write_targets(model, tensors, targets, inner)
+            records = dict(earlier.other_targets)
+            for exported in done:
+                records[exported.target] = {
+                    "files": list(exported.files),
+                    "checked_by": exported.library,
+                    "difference": exported.difference,
                 }
-                for one in done
-            }
-            every = {**earlier.kept, **records}
-            targets = {name: every[name] for name in EXPORTS if name in every}
-            card = model_card(model, targets, source or source_of(model), name=out.name)
-            _complete(inner, out, earlier, every, card=card, weights=weights)
+            in_order = {name: records[name] for name in EXPORTS if name in records}
+            card = render_card(model, in_order, source or find_source(model), name=out.name)
+            _add_other_files(inner, out, earlier, records, card=card, weights=weights)
             if out.exists():
                 out.rename(former)
             inner.rename(out)
@@ -132,25 +131,29 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
     return done
 
 
-def _wanted(model: CLIP, to: Sequence[str]) -> list[str]:
+def _select_targets(model: CLIP, to: Sequence[str]) -> list[str]:
     """Return the targets without duplicates; reject unsupported ones and those that need separate folders."""
     for name in to:
         if name not in EXPORTS:
             raise ConfigError(f"unknown export target {name!r}: {nearest(name, EXPORTS)}")
     if to:
         _check_apart(to)
-        chosen, needed = list(dict.fromkeys(to)), list(to)
+        chosen = list(dict.fromkeys(to))
     else:
         default = [name for name, target in EXPORTS.items() if target.default]
-        chosen = [name for name in default if not EXPORTS[name].refusal(model)]
-        needed = chosen or default[:1]
-    for name in needed:
+        # if there is none, the obstacle of the first one is reported
+        chosen = [name for name in default if not EXPORTS[name].refusal(model)] or default[:1]
+    for name in chosen:
         target = EXPORTS[name]
-        if missing := [package for package in target.needs if importlib.util.find_spec(package) is None]:
+        missing = [package for package in target.needs if importlib.util.find_spec(package) is None]
+        if missing:
             raise ConfigError(f"export to {name} needs {', '.join(missing)}: pip install -e '.[export]'")
-        if obstacle := target.refusal(model):
+        obstacle = target.refusal(model)
+        if obstacle:
             able = [other for other, target in EXPORTS.items() if not target.refusal(model)]
-            what = f"supports --to {', '.join(able)}" if able else "cannot be exported: use its source"
+            what = "cannot be exported: use its source"
+            if able:
+                what = f"supports --to {', '.join(able)}"
             raise ConfigError(f"{obstacle}: this model {what}")
     return chosen
 
@@ -161,7 +164,9 @@ def _check_apart(names: Sequence[str]) -> None:
             raise ConfigError(f"{name} and {other} use the same file names: export them to separate folders")
 
 
-def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path) -> list[Exported]:
+def _write_targets(
+    model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path
+) -> list[Exported]:
     """Write the files of all targets, then load and check them with each library."""
     files = {name: EXPORTS[name].write(model, tensors, folder) for name in names}
     samples = draw_samples(model)
@@ -173,7 +178,10 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
             )
     done = []
     for name in names:
-        target, library, largest = EXPORTS[name], "", None
+        target = EXPORTS[name]
+        library = ""
+        largest = None
+        comparison = ""
         if importlib.util.find_spec(target.package) is not None:
             library = f"{target.distribution} {version(target.distribution)}"
             try:
@@ -187,13 +195,15 @@ def _write(model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], fol
                 raise CheckpointError(f"nothing was written: {library}'s embeddings contain NaN or infinity")
             if not largest <= (1 - LOWEST_COSINE if target.approximate else TOLERANCE):
                 raise CheckpointError(f"nothing was written: with {library}, {target.verdict(largest)}")
+        if target.compare:
+            comparison = target.compare(model, folder, samples)
         done.append(
             Exported(
                 target=name,
                 files=tuple(files[name]),
                 library=library,
                 difference=largest,
-                comparison=target.compare(model, folder, samples) if target.compare else "",
+                comparison=comparison,
             )
         )
     return done
@@ -204,17 +214,17 @@ class _Earlier:
     """An earlier export in the same folder.
 
     Attributes:
-        kept: records of the targets to keep, by name.
+        other_targets: records of the targets that are not written again, by name.
         stale: files of targets to be written again.
         card: digest of the model card as written.
     """
 
-    kept: Mapping[str, Any] = field(default_factory=dict)
+    other_targets: Mapping[str, Any] = field(default_factory=dict)
     stale: frozenset[str] = frozenset()
     card: str = ""
 
 
-def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
+def _earlier_export(out: Path, targets_to_write: Sequence[str], weights: str) -> _Earlier:
     """Read the manifest of ``out``, if it exists.
 
     Raises:
@@ -227,22 +237,24 @@ def _earlier_export(out: Path, wanted: Sequence[str], weights: str) -> _Earlier:
         manifest = json.loads(path.read_text(encoding="utf-8")) if path.stat().st_size <= _LARGEST else {}
         targets: dict[str, Any] = dict(manifest["targets"])
         files = {name: frozenset(map(str, record["files"])) for name, record in targets.items()}
-        known, card = manifest["weights"], str(manifest["card"])
+        stored_weights = manifest["weights"]
+        card = str(manifest["card"])
         ours = manifest["format"] == _FORMAT
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         ours = False
     if not ours:
         raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
-    if targets and known != weights:
+    if targets and stored_weights != weights:
         raise ConfigError(
             f"{out} contains another model for {', '.join(targets)}: use another folder, or remove this one first"
         )
-    kept = {name: record for name, record in targets.items() if name not in wanted}
-    staying = frozenset().union(*(files[name] for name in kept))
-    return _Earlier(kept=kept, stale=frozenset().union(*files.values()) - staying, card=card)
+    others = {name: record for name, record in targets.items() if name not in targets_to_write}
+    other_files = frozenset().union(*(files[name] for name in others))
+    stale = frozenset().union(*files.values()) - other_files
+    return _Earlier(other_targets=others, stale=stale, card=card)
 
 
-def _complete(
+def _add_other_files(
     inner: Path, out: Path, earlier: _Earlier, targets: Mapping[str, Any], *, card: str, weights: str
 ) -> None:
     """Add the model card, the manifest and the files to keep from ``out`` to the new files in ``inner``."""
@@ -286,7 +298,7 @@ def run_export(options: ExportOptions) -> int:
     if options.quantize:
         if "onnx" not in to:
             raise ConfigError(f"--quantize {options.quantize} needs --to onnx: other exports keep float32")
-        to = [f"onnx-{options.quantize}" if one == "onnx" else one for one in to]
+        to = [f"onnx-{options.quantize}" if name == "onnx" else name for name in to]
     if options.public and options.push is None:
         raise ConfigError("--public has no effect without --push")
     if options.push is not None:
@@ -294,25 +306,32 @@ def run_export(options: ExportOptions) -> int:
     model = load(options.model, name=options.name)
     print(model.origin)
     done = export(model, options.out, to=to)
-    for one in done:
-        if one.difference is None:
-            package = EXPORTS[one.target].distribution
-            verdict = f"not checked because {package} is not installed: pip install -e '.[export]'"
+    for exported in done:
+        target = EXPORTS[exported.target]
+        if exported.difference is None:
+            verdict = (
+                f"not checked because {target.distribution} is not installed: pip install -e '.[export]'"
+            )
         else:
-            verdict = f"checked with {one.library}, {EXPORTS[one.target].verdict(one.difference)}"
-        print(f"{one.target}: {len(one.files)} files; {verdict}")
-        if one.comparison:
-            print(f"{one.target}: {one.comparison}")
-    if todo := by_caller(model):
-        print(todo)
+            verdict = f"checked with {exported.library}, {target.verdict(exported.difference)}"
+        print(f"{exported.target}: {len(exported.files)} files; {verdict}")
+        if exported.comparison:
+            print(f"{exported.target}: {exported.comparison}")
+    caller_steps = describe_caller_steps(model)
+    if caller_steps:
+        print(caller_steps)
     if not options.to:
         for name, target in EXPORTS.items():
-            if target.default and (obstacle := target.refusal(model)):
+            obstacle = target.refusal(model) if target.default else ""
+            if obstacle:
                 print(f"{name}: not written: {obstacle}")
-    out = output_folder(options.out)
-    card = NEW_CARD if (out / NEW_CARD).is_file() else CARD
-    kept = f" (the edited {CARD} was kept)" if card == NEW_CARD else ""
-    print(f"wrote {out}; before publishing it, check {card} and fill in the license{kept}")
+    out = resolve_output(options.out)
+    card = CARD
+    note = ""
+    if (out / NEW_CARD).is_file():
+        card = NEW_CARD
+        note = f" (the edited {CARD} was kept)"
+    print(f"wrote {out}; before publishing it, check {card} and fill in the license{note}")
     if options.push is not None:
         address = push_folder(
             out,
@@ -320,14 +339,15 @@ def run_export(options: ExportOptions) -> int:
             private=not options.public,
             skipped=[NEW_CARD],
             listing=MANIFEST,
-            listed=_listed,
+            listed=_list_files,
         )
-        loads = any(EXPORTS[one.target].loads for one in done)
-        print(f"uploaded to {address}" + (f": clipkit.load('{HUB}{options.push}') loads it" if loads else ""))
+        loads = any(EXPORTS[exported.target].loads for exported in done)
+        how = f": clipkit.load('{HUB}{options.push}') loads it" if loads else ""
+        print(f"uploaded to {address}{how}")
     return 0
 
 
-def _listed(manifest: Path) -> set[str]:
+def _list_files(manifest: Path) -> set[str]:
     """Return the files of all targets in a manifest; none if it is not one."""
     try:
         targets = json.loads(manifest.read_text(encoding="utf-8"))["targets"]

@@ -28,14 +28,14 @@ def replacing(path: Path, *, durable: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         if durable:
-            sync(temporary)
+            sync_to_disk(temporary)
         temporary.replace(path)
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
         raise
     if durable:
-        sync(path.parent)
+        sync_to_disk(path.parent)
 
 
 def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> None:
@@ -50,7 +50,7 @@ def temporary_path(path: Path) -> Path:
     return path.with_name(f".{start}.{os.urandom(4).hex()}.partial")
 
 
-def sync(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Flush a file's content, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -65,12 +65,12 @@ _held: set[str] = set()  # locks held by threads of this process, which record l
 _guard = threading.Lock()
 
 
-def _forget() -> None:
+def _reset_locks() -> None:
     global _held, _guard
     _held, _guard = set(), threading.Lock()  # a forked process does not inherit its parent's locks
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_reset_locks)
 
 
 class FileLock:
@@ -142,7 +142,7 @@ class FileLock:
     def _lock_file(self) -> int | None:
         """Return a locked descriptor, -1 if another process holds the lock, or None if the file was removed."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o666)
-        kept = False
+        is_locked = False
         try:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -150,8 +150,8 @@ class FileLock:
                 if error.errno not in _NO_LOCKS or not self._optional:
                     raise
                 self._warn()
-            kept = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
-            if kept:
+            is_locked = os.path.samestat(os.fstat(descriptor), Path(self._path).stat())
+            if is_locked:
                 with suppress(OSError):  # a full disk; the name is only for messages
                     os.ftruncate(descriptor, 0)
                     name = f"process {os.getpid()} on {os.uname().nodename}{self._note}\n"
@@ -164,9 +164,9 @@ class FileLock:
             self.holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip()
             return -1
         finally:
-            if not kept:
+            if not is_locked:
                 os.close(descriptor)
-        return descriptor if kept else None
+        return descriptor if is_locked else None
 
     def _warn(self) -> None:
         folder = str(Path(self._path).parent)

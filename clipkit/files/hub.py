@@ -27,7 +27,7 @@ def fetch_repository(source: str) -> Path:
     """
     from huggingface_hub import snapshot_download
 
-    with _downloading(source):
+    with _convert_download_errors(source):
         return Path(snapshot_download(source.removeprefix(HUB), allow_patterns=list(_FILES)))
 
 
@@ -40,7 +40,7 @@ def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
     """
     from huggingface_hub import constants, snapshot_download
 
-    with _downloading(source):
+    with _convert_download_errors(source):
         repository = str(published.get("hf_hub") or "").rpartition("/")[0]
         if repository and not constants.HF_HUB_OFFLINE:
             # try one request first, because the downloader would retry for a minute
@@ -72,7 +72,7 @@ def check_push(repository: str) -> None:
         raise ConfigError(f"{repository!r} is not a repository: expected OWNER/NAME")
     if not get_token():
         raise ConfigError(f"cannot write {repository}: there is no token: {_LOGIN}")
-    with _pushing(repository):
+    with _convert_push_errors(repository):
         validate_repo_id(repository)
         HfApi().whoami()
 
@@ -106,7 +106,7 @@ def push_folder(
     from huggingface_hub.errors import EntryNotFoundError
 
     api = HfApi()
-    with _pushing(repository):
+    with _convert_push_errors(repository):
         address = api.create_repo(repository, private=private, exist_ok=True)
         try:
             stale = listed(Path(hf_hub_download(repository, listing))) - listed(folder / listing)
@@ -123,7 +123,7 @@ def push_folder(
 
 
 @contextmanager
-def _pushing(repository: str) -> Iterator[None]:
+def _convert_push_errors(repository: str) -> Iterator[None]:
     """Convert errors of the hub client to one line without the token and without addresses, which may be signed."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -133,12 +133,12 @@ def _pushing(repository: str) -> Iterator[None]:
     ]  # of httpx or its successor, as the version of the hub client has it
     if constants.HF_HUB_OFFLINE:
         raise ConfigError(f"cannot write {repository}: HF_HUB_OFFLINE forbids it: unset it")
-    if not _reachable(constants.ENDPOINT):
+    if not _is_reachable(constants.ENDPOINT):
         raise ConfigError(
             f"cannot write {repository}: {constants.ENDPOINT} does not respond: check the network"
         )
     try:
-        with _quiet():
+        with _silence_client():
             yield
     except HFValidationError as error:
         raise ConfigError(
@@ -157,9 +157,9 @@ def _pushing(repository: str) -> Iterator[None]:
 
 
 @contextmanager
-def _downloading(source: str) -> Iterator[None]:
+def _convert_download_errors(source: str) -> Iterator[None]:
     try:
-        with _quiet():
+        with _silence_client():
             yield
     except (OSError, ValueError, RuntimeError) as error:
         cause = str(error).strip().split("\n")[0].removeprefix("Got: ")  # of huggingface_hub
@@ -171,7 +171,7 @@ def _downloading(source: str) -> Iterator[None]:
 
 
 @contextmanager
-def from_hub(name: str) -> Iterator[None]:
+def convert_hub_errors(name: str) -> Iterator[None]:
     """Convert errors of a library that reads a folder or a hub repository to ConfigError.
 
     Raises:
@@ -180,7 +180,7 @@ def from_hub(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        with _quiet(), _offline_if_unreachable(name):
+        with _silence_client(), _offline_if_unreachable(name):
             yield
     except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError) as error:
         first = str(error).strip().split("\n")[0]
@@ -194,7 +194,7 @@ def _offline_if_unreachable(name: str) -> Iterator[None]:
     """Use only the cache if the hub does not respond to a request; libraries would retry for half a minute."""
     from huggingface_hub import constants
 
-    if constants.HF_HUB_OFFLINE or Path(name).exists() or _reachable(constants.ENDPOINT):
+    if constants.HF_HUB_OFFLINE or Path(name).exists() or _is_reachable(constants.ENDPOINT):
         yield
         return
     constants.HF_HUB_OFFLINE = True
@@ -204,7 +204,7 @@ def _offline_if_unreachable(name: str) -> Iterator[None]:
         constants.HF_HUB_OFFLINE = False
 
 
-def _reachable(address: str) -> bool:
+def _is_reachable(address: str) -> bool:
     import ssl
     from http.client import HTTPException
     from urllib.error import HTTPError, URLError
@@ -225,7 +225,7 @@ def _reachable(address: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_client() -> Iterator[None]:
     """Suppress log messages of the hub client."""
     import logging
 

@@ -22,24 +22,24 @@ def path_order(path: Path) -> tuple[str, int, str]:
     return str(path.parent), *name_order(path.name)
 
 
-def user_path(given: str) -> Path:
+def user_path(text: str) -> Path:
     """Expand ``~``; if there is no home folder, keep it as part of the name."""
     try:
-        return Path(given).expanduser()
+        return Path(text).expanduser()
     except RuntimeError:
-        return Path(given)
+        return Path(text)
 
 
-def output_folder(given: Path) -> Path:
+def resolve_output(path: Path) -> Path:
     """Resolve a folder to write to.
 
     Raises:
         ConfigError: a user in ``~user`` does not exist, or the name is too long or contains NUL.
     """
     try:
-        return given.expanduser().resolve()
+        return path.expanduser().resolve()
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"cannot create the folder {str(given)[:200]!r}: {error}") from error
+        raise ConfigError(f"cannot create the folder {str(path)[:200]!r}: {error}") from error
 
 
 def match_wildcards(path: Path) -> list[Path]:
@@ -53,12 +53,12 @@ def match_wildcards(path: Path) -> list[Path]:
     if not glob.has_magic(str(path)) or path.exists():
         return [path]
     every = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob includes hidden files
-    found = list(islice(every, _MAX_NAMES + 1))
-    if len(found) > _MAX_NAMES:
+    names = list(islice(every, _MAX_NAMES + 1))
+    if len(names) > _MAX_NAMES:
         raise DataError(
             f"{str(path)[:200]!r} matches more than {_MAX_NAMES:,} names: use their folder instead"
         )
-    return sorted(map(Path, found), key=path_order)
+    return sorted(map(Path, names), key=path_order)
 
 
 def expand_braces(source: str) -> Iterator[str]:

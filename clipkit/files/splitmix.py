@@ -36,15 +36,15 @@ def mix_array(state: "npt.NDArray[np.uint64]") -> "npt.NDArray[np.uint64]":
 def mix_tensor(state: "Tensor") -> "Tensor":
     """Apply ``mix`` to each int64, interpreted as unsigned; products wrap around at 64 bits on all devices."""
     for shift, factor in _FACTORS:
-        state = (state ^ _shifted(state, shift)) * signed(factor)
-    return state ^ _shifted(state, 31)
+        state = (state ^ _shift_right(state, shift)) * to_signed(factor)
+    return state ^ _shift_right(state, 31)
 
 
-def signed(number: int) -> int:
+def to_signed(number: int) -> int:
     """Return the int64 with the same 64 bits."""
     return number - 2**64 if number >= 2**63 else number
 
 
-def _shifted(state: "Tensor", bits: int) -> "Tensor":
+def _shift_right(state: "Tensor", bits: int) -> "Tensor":
     """Shift right, filling with zeros; ``>>`` of int64 fills with the sign bit."""
     return (state >> bits) & ((1 << (64 - bits)) - 1)

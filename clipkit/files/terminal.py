@@ -16,11 +16,14 @@ def printable(text: str, most: int | None = None) -> str:
         text: any text, such as a key or caption from data.
         most: maximum number of characters; "…" replaces the rest.
     """
-    shown = text if most is None or len(text) <= most else text[:most] + "…"
-    return "".join(
-        one if one.isprintable() else one.encode("unicode_escape", "backslashreplace").decode()
-        for one in shown
-    )
+    if most is not None and len(text) > most:
+        text = text[:most] + "…"
+    characters = []
+    for character in text:
+        if not character.isprintable():
+            character = character.encode("unicode_escape", "backslashreplace").decode()
+        characters.append(character)
+    return "".join(characters)
 
 
 def counted(number: int, noun: str) -> str:
@@ -28,7 +31,7 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
-def size_of(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Format a number of bytes with a unit."""
     for unit, worth in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= worth:
@@ -42,7 +45,7 @@ _WORD = re.compile(r"[\w./\-]{1,100}")
 _QUOTED = re.compile(r'"((?:[^"\\\n]|\\.)*)"')  # a string of TOML or JSON
 
 
-def shown(url: str) -> str:
+def redact_url(url: str) -> str:
     """Remove possible secrets from a URL: user, password, query and fragment.
 
     For ``pipe:`` commands and URLs with an ambiguous authority (such as a password with a slash), keep only the
@@ -66,14 +69,14 @@ def shown(url: str) -> str:
     return text if len(text) <= 300 else text[:300] + "…"
 
 
-def without_secrets(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """Apply ``shown`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
 
-    def replaced(match: re.Match[str]) -> str:
+    def redact(match: re.Match[str]) -> str:
         one = match[1]
-        return f'"{shown(one) if "://" in one or one.startswith("pipe:") else one}"'
+        return f'"{redact_url(one) if "://" in one or one.startswith("pipe:") else one}"'
 
-    return _QUOTED.sub(replaced, text)
+    return _QUOTED.sub(redact, text)
 
 
 _PLAIN_EVERY_SECONDS = 10.0

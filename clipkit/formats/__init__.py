@@ -5,14 +5,21 @@ from clipkit.formats.checkpoint import (
     is_complete,
     latest_checkpoint,
     model_hash,
+    parse_step,
     resolve_checkpoint,
     save_model,
     serialize_architecture,
-    step_of,
 )
-from clipkit.formats.open_clip import newest_epoch
+from clipkit.formats.open_clip import find_newest_epoch
 
 __all__ = [
-    "check_free", "is_complete", "latest_checkpoint", "model_hash", "newest_epoch", "resolve_checkpoint",
-    "save_model", "serialize_architecture", "step_of",
+    "check_free",
+    "find_newest_epoch",
+    "is_complete",
+    "latest_checkpoint",
+    "model_hash",
+    "parse_step",
+    "resolve_checkpoint",
+    "save_model",
+    "serialize_architecture",
 ]  # fmt: skip

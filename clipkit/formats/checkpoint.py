@@ -50,7 +50,7 @@ _READ = 1 << 20  # bytes read at a time; fastest if they fit in the processor's 
 _MAX_THREADS = 8
 
 
-def checksum(path: Path, *, threads: int = 0) -> str:
+def compute_checksum(path: Path, *, threads: int = 0) -> str:
     """Compute the CRC-32 of the CRC-32s of each 16 MiB of a file, as eight hexadecimal digits.
 
     Faster than reading the file from disk. Detects accidental damage, not manipulation. The result is cached while
@@ -70,7 +70,7 @@ def checksum(path: Path, *, threads: int = 0) -> str:
 
 @lru_cache(maxsize=256)
 def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> str:
-    def chunk(start: int) -> int:
+    def sum_chunk(start: int) -> int:
         end = min(start + _CHUNK, size)
         buffer, value = memoryview(bytearray(_READ)), 0
         while start < end:
@@ -85,10 +85,10 @@ def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> s
     try:
         starts = range(0, size, _CHUNK)
         if min(threads, len(starts)) < 2:
-            sums = list(map(chunk, starts))
+            sums = list(map(sum_chunk, starts))
         else:
             with ThreadPoolExecutor(threads, thread_name_prefix="checksum") as pool:
-                sums = list(pool.map(chunk, starts))
+                sums = list(pool.map(sum_chunk, starts))
     finally:
         os.close(descriptor)
     return f"{zlib.crc32(b''.join(one.to_bytes(4, 'little') for one in sums)):08x}"
@@ -116,7 +116,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
         CheckpointError: the run has saved checkpoints, but they are missing, damaged or unreadable.
     """
     root = run / "checkpoints"
-    if (pointer := _pointer(root)) is not None:
+    if (pointer := _read_pointer(root)) is not None:
         named = root / pointer
         if named.parent == root and is_intact(named, needed):
             return named
@@ -133,7 +133,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
     return None
 
 
-def passed_over(checkpoint: Path) -> list[str]:
+def list_skipped(checkpoint: Path) -> list[str]:
     """List newer checkpoints that were skipped because they are damaged, or named by LATEST but missing.
 
     Args:
@@ -141,15 +141,15 @@ def passed_over(checkpoint: Path) -> list[str]:
             it, it was the newest intact checkpoint.
     """
     root = checkpoint.parent
-    pointer = _pointer(root) or ""
+    pointer = _read_pointer(root) or ""
     named = pointer == checkpoint.name
     newer = {folder.name for folder in step_folders(root) if not (named and is_complete(folder))}
     if STEP_FOLDER.fullmatch(pointer):
         newer.add(pointer)
-    return sorted((name for name in newer if step_of(name) > step_of(checkpoint.name)), key=step_of)
+    return sorted((name for name in newer if parse_step(name) > parse_step(checkpoint.name)), key=parse_step)
 
 
-def _pointer(root: Path) -> str | None:
+def _read_pointer(root: Path) -> str | None:
     """Return the content of LATEST; None if it is missing."""
     try:
         return (root / LATEST).read_text(errors="replace").strip()
@@ -168,15 +168,15 @@ def resolve_checkpoint(source: Path) -> Path:
     if (source / "model.json").is_file():
         return source
     run = source.parent if source.name == "checkpoints" else source
-    found = latest_checkpoint(
+    checkpoint = latest_checkpoint(
         run,
         needed=lambda name: name in ("model.safetensors", "model.json") or name.startswith("tokenizer/"),
     )
-    if found is None:
+    if checkpoint is None:
         raise CheckpointError(
             f"no checkpoint in {source}: expected a run folder or a checkpoints/step_… folder"
         )
-    return found
+    return checkpoint
 
 
 def read_preprocess(folder: Path) -> Preprocess:
@@ -197,10 +197,10 @@ def step_folders(root: Path) -> list[Path]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot read {root}: {error.strerror}") from error
-    return sorted(folders, key=lambda folder: step_of(folder.name), reverse=True)
+    return sorted(folders, key=lambda folder: parse_step(folder.name), reverse=True)
 
 
-def step_of(name: str) -> int:
+def parse_step(name: str) -> int:
     """Return the step in a folder's name; -1 if there is none."""
     match = STEP_FOLDER.fullmatch(name)
     return int(match[1]) if match else -1
@@ -208,7 +208,7 @@ def step_of(name: str) -> int:
 
 def is_complete(folder: Path) -> bool:
     """Check that all files exist and have the listed sizes."""
-    listed = _listed(folder)
+    listed = _read_listing(folder)
     try:
         return listed.keys() >= _FILES and all(
             (folder / name).stat().st_size == size for name, (size, _) in listed.items()
@@ -221,24 +221,24 @@ def is_intact(folder: Path, needed: Callable[[str], bool] | None = None) -> bool
     """Check that all files exist and those selected by ``needed`` (None: all) have the listed checksums."""
     if not is_complete(folder):
         return False
-    wanted = {name: one for name, one in _listed(folder).items() if needed is None or needed(name)}
-    return all(_matches(folder / name, one) for name, one in wanted.items())
+    selected = {name: one for name, one in _read_listing(folder).items() if needed is None or needed(name)}
+    return all(_is_unchanged(folder / name, one) for name, one in selected.items())
 
 
-def listing(folder: Path) -> str:
+def format_listing(folder: Path) -> str:
     """Return the content of COMPLETE for the files in a folder."""
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()
     }
     # one thread, to leave the other cores to training
     listed = {
-        name: {"bytes": path.stat().st_size, "crc32": checksum(path, threads=1)}
+        name: {"bytes": path.stat().st_size, "crc32": compute_checksum(path, threads=1)}
         for name, path in files.items()
     }
     return json.dumps(listed, indent=2) + "\n"
 
 
-def _listed(folder: Path) -> dict[str, tuple[int, str]]:
+def _read_listing(folder: Path) -> dict[str, tuple[int, str]]:
     """Read size and checksum ("" if missing) of each file from COMPLETE; empty if that is missing or damaged."""
     try:
         listed = json.loads((folder / COMPLETE).read_text())
@@ -257,16 +257,16 @@ def check_checksum(path: Path) -> None:
     Raises:
         CheckpointError: the checksum is wrong.
     """
-    if not _matches(path, _listed(path.parent).get(path.name)):
+    if not _is_unchanged(path, _read_listing(path.parent).get(path.name)):
         raise CheckpointError(
             f"{path} is damaged, its checksum is wrong: use another checkpoint, or remove {COMPLETE} beside "
             "it to load it anyway"
         )
 
 
-def _matches(path: Path, listed: tuple[int, str] | None) -> bool:
+def _is_unchanged(path: Path, listed: tuple[int, str] | None) -> bool:
     try:
-        return listed is None or not listed[1] or checksum(path) == listed[1]
+        return listed is None or not listed[1] or compute_checksum(path) == listed[1]
     except OSError:
         return False
 
@@ -314,7 +314,7 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
             aside.mkdir()
             tensors = {name: value.cpu() for name, value in collect_tensors(model).items()}
             save_file(tensors, aside / "model.safetensors")
-            card = model_card(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
+            card = describe_model(model, aside) | ({"made_from": dict(made_from)} if made_from else {})
             (aside / "model.json").write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
             mode = (aside / "model.json").stat().st_mode & 0o777
             (aside / "model.safetensors").chmod(
@@ -341,7 +341,7 @@ def check_free(out: Path) -> None:
         raise ConfigError(f"cannot create the folder {str(out)[:200]!r}: {error}") from error
 
 
-def model_card(model: CLIP, folder: Path) -> dict[str, Any]:
+def describe_model(model: CLIP, folder: Path) -> dict[str, Any]:
     """Return the content of model.json, and write the tokenizer's files to the folder."""
     # omit a registered name if the architecture differs from the registered one
     name = model.name if ARCHITECTURES.get(model.name, model.architecture) == model.architecture else ""

@@ -46,15 +46,15 @@ from clipkit.formats.open_clip import (
     ASSUMED_PREPROCESS,
     OPENAI_MARKS,
     TrainingRecord,
-    common_preprocess,
-    fitting_names,
-    folder_config,
+    convert_names,
+    find_architectures,
+    find_common_preprocess,
+    find_newest_epoch,
     infer_architecture,
-    newest_epoch,
-    own_names,
-    training_record,
+    read_folder_config,
+    read_training_record,
 )
-from clipkit.formats.transformers import end_of_text, from_transformers, preprocess_from_transformers
+from clipkit.formats.transformers import from_transformers, preprocess_from_transformers, read_end_of_text
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
@@ -258,11 +258,11 @@ def _read_local(path: Path, request: LoadRequest) -> StoredModel:
     if (path / "open_clip_config.json").is_file():
         return _read_open_clip_folder(path)
     if (path / "modules.json").is_file():
-        return _read_transformers_folder(_sentence_model(path))
+        return _read_transformers_folder(_find_sentence_model(path))
     if (path / "config.json").is_file():
         return _read_transformers_folder(path)
     if any(path.glob("epoch_*.pt")) or any(path.glob("checkpoints/epoch_*.pt")):
-        newest = newest_epoch(path)
+        newest = find_newest_epoch(path)
         if newest is not None:
             return _read_file(newest, request)
     return _read_checkpoint(resolve_checkpoint(path))
@@ -303,7 +303,7 @@ def _read_published(source: str) -> StoredModel:
 
 def _read_open_clip_folder(folder: Path, file: Path | None = None) -> StoredModel:
     with _prefix_errors(folder):
-        shape, preprocess = folder_config(folder)
+        shape, preprocess = read_folder_config(folder)
         shape = replace(shape, text=shape.text.use_tokenizer(folder))
     file = file or _find_file(folder, _OPEN_CLIP_WEIGHTS)
     return convert_open_clip(
@@ -330,7 +330,7 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
             raise CheckpointError("processor_config.json: image_processor is not an object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
         _, text = shape.get_plain_towers()
-        tokenizer = open_folder_tokenizer(folder, text, end_of_text(config))
+        tokenizer = open_folder_tokenizer(folder, text, read_end_of_text(config))
         preprocess = preprocess_from_transformers(
             processor or {}, shape.vision.image_size, shape.vision.channels
         )
@@ -350,7 +350,7 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
     )
 
 
-def _sentence_model(folder: Path) -> Path:
+def _find_sentence_model(folder: Path) -> Path:
     """Return the folder of the model in a folder of sentence-transformers.
 
     Raises:
@@ -402,13 +402,13 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
         record = TrainingRecord(architecture=openai, preprocess={})
         origin = f"OpenAI's weights {path}"
     else:
-        record = training_record(path)
+        record = read_training_record(path)
         origin = f"open_clip checkpoint {path}"
     shape = record.architecture
     if shape is None and request.name:
         shape = request.architecture()
     if shape is None:
-        names = [name.removesuffix(QUICKGELU) for name in fitting_names(weights.tensors)]
+        names = [name.removesuffix(QUICKGELU) for name in find_architectures(weights.tensors)]
         examples = f", such as {' or '.join(map(repr, dict.fromkeys(names)))}" if names else ""
         raise CheckpointError(
             f"{path}: {record.lacking}: specify the architecture by --name NAME on the command line or "
@@ -419,7 +419,7 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
     if preprocess is None and request.tag:
         preprocess = request.published
     elif preprocess is None:
-        preprocess, assumption = common_preprocess(request.name)
+        preprocess, assumption = find_common_preprocess(request.name)
         if assumption:
             warning = f"{path}: the preprocessing of these weights is not stored: {assumption}"
     progress = [f"{key} {weights.notes[key]}" for key in ("epoch", "step") if key in weights.notes]
@@ -542,7 +542,7 @@ def convert_open_clip(stored: StoredModel) -> StoredModel:
     shape = replace(stored.shape, logit_bias="logit_bias" in stored.tensors)
     if "text_decoder.text_projection" not in stored.tensors:
         shape = replace(shape, decoder=None)
-    tensors = own_names(stored.tensors, flat=shape.text.part_of_clip, decoder=shape.decoder is not None)
+    tensors = convert_names(stored.tensors, flat=shape.text.part_of_clip, decoder=shape.decoder is not None)
     return replace(stored, shape=shape, tensors=tensors, name=names[0] if names else stored.name)
 
 
@@ -642,7 +642,7 @@ def _fit_tensors(
     try:
         check_weights(model, tensors, origin=origin)
     except CheckpointError as error:
-        names = fitting_names(tensors)
+        names = find_architectures(tensors)
         if not names:
             raise
         raise CheckpointError(f"{error}; their shapes match {' or '.join(map(repr, names))}") from error

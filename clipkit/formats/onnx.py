@@ -83,7 +83,7 @@ class _Session(nn.Module):
         options.intra_op_num_threads = torch.get_num_threads()
         try:
             self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-            (self.feed,) = (one.name for one in self.session.get_inputs())
+            (self.feed,) = (entry.name for entry in self.session.get_inputs())
         except Exception as error:  # its errors have no common base
             cause = str(error).strip().split("\n")[0]
             raise CheckpointError(f"cannot read {file}: {cause}") from error
@@ -107,43 +107,45 @@ def load_onnx(folder: Path) -> CLIP:
         ConfigError: onnxruntime is not installed.
     """
     try:
-        known = msgspec.convert(read_json(folder / ONNX_CONFIG), _Config)
-        files = [folder / Path(one.file).name for one in (known.image, known.text)]
-        digests = [_digest(file) for file in files]
-        vision, text = (
-            _OnnxVision(
-                image_size=int(known.preprocess["image_size"]), file=str(files[0]), digest=digests[0]
-            ),
-            _OnnxText(context_length=known.context_length, file=str(files[1]), digest=digests[1]),
+        config = msgspec.convert(read_json(folder / ONNX_CONFIG), _Config)
+        image_graph = folder / Path(config.image.file).name
+        vision = _OnnxVision(
+            image_size=int(config.preprocess["image_size"]),
+            file=str(image_graph),
+            digest=_hash_graph(image_graph),
         )
-        trim = isinstance(known.text.input["shape"][1], str)
+        text_graph = folder / Path(config.text.file).name
+        text = _OnnxText(
+            context_length=config.context_length, file=str(text_graph), digest=_hash_graph(text_graph)
+        )
+        trim = isinstance(config.text.input["shape"][1], str)
     except (msgspec.ValidationError, KeyError, IndexError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder / ONNX_CONFIG} is invalid: {error!r}") from error
     except OSError as error:
         raise CheckpointError(f"{error.filename}: {error.strerror}") from error
-    clips = TextTower(width=64, layers=1, heads=1, context_length=known.context_length)  # for its length
-    if known.classes or not isinstance(open_folder_tokenizer(folder, clips, ANY_END), ClipTokenizer):
+    clips = TextTower(width=64, layers=1, heads=1, context_length=config.context_length)  # for its length
+    if config.classes or not isinstance(open_folder_tokenizer(folder, clips, ANY_END), ClipTokenizer):
         raise CheckpointError(f"{folder}: clipkit reads ONNX exports of models with CLIP's tokenizer only")
     model = CLIP(
         Architecture(
-            embed_dim=known.embed_dim, vision=vision, text=text, logit_bias=known.logit_bias is not None
+            embed_dim=config.embed_dim, vision=vision, text=text, logit_bias=config.logit_bias is not None
         ),
-        preprocess=Preprocess.from_dict(known.preprocess),
-        tokenizer=ClipTokenizer(context_length=known.context_length, trim=trim),
+        preprocess=Preprocess.from_dict(config.preprocess),
+        tokenizer=ClipTokenizer(context_length=config.context_length, trim=trim),
     )
     with torch.no_grad():
-        model.logit_scale.fill_(known.logit_scale).log_()
+        model.logit_scale.fill_(config.logit_scale).log_()
         if model.logit_bias is not None:
-            model.logit_bias.fill_(known.logit_bias or 0.0)
-    model.origin = f"ONNX export {folder} ({known.weights})"
+            model.logit_bias.fill_(config.logit_bias or 0.0)
+    model.origin = f"ONNX export {folder} ({config.weights})"
     return model.eval()
 
 
-def _digest(file: Path) -> str:
+def _hash_graph(file: Path) -> str:
     """Hash a graph and the weights beside it."""
     digest = hashlib.sha256()
-    for one in (file, file.with_name(f"{file.name}.data")):
-        if one is file or one.exists():
-            with one.open("rb") as content:
+    for path in (file, file.with_name(f"{file.name}.data")):
+        if path is file or path.exists():
+            with path.open("rb") as content:
                 digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:32]

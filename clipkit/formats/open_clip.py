@@ -36,7 +36,7 @@ _LOCAL = "local-dir:"  # open_clip's prefix of a folder in place of a name
 _PREPROCESS = ("mean", "std", "interpolation", "resize_mode")
 
 
-def own_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = False) -> dict[str, Tensor]:
+def convert_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = False) -> dict[str, Tensor]:
     """Convert a state dict of open_clip or OpenAI to clipkit's names.
 
     Args:
@@ -46,7 +46,7 @@ def own_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = Fals
         decoder: whether to keep CoCa's decoder of captions.
     """
     top = ("positional_embedding", "text_projection", "token_embedding.", "transformer.", "ln_final.")
-    own = {}
+    converted = {}
     for name, value in tensors.items():
         if name in (*OPENAI_MARKS, "attn_mask") or (name.startswith("text_decoder.") and not decoder):
             continue
@@ -56,8 +56,8 @@ def own_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = Fals
             name = name.removeprefix("text.")
         elif name.startswith(top):
             name = "text." + name
-        own[name] = value.reshape(()) if name.startswith("logit_") and value.numel() == 1 else value
-    return own
+        converted[name] = value.reshape(()) if name.startswith("logit_") and value.numel() == 1 else value
+    return converted
 
 
 def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
@@ -118,7 +118,7 @@ def compute_mlp_ratio(inner: int, width: int) -> float:
     return ratio if int(ratio * width) == inner else math.nextafter(ratio, math.inf)
 
 
-def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
+def find_architectures(tensors: Mapping[str, Tensor]) -> list[str]:
     """List the plain ViT and ResNet architectures that match a state dict of open_clip.
 
     If none matches the image size and context length, list those that match in everything else.
@@ -132,19 +132,19 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
         return (shape.embed_dim, shape.vision.image_size, vision, text)
 
     try:
-        inferred = infer_architecture(own_names(tensors, flat=True))
+        inferred = infer_architecture(convert_names(tensors, flat=True))
     except CheckpointError:
         return []
-    known = dict(ARCHITECTURES)
-    for name in sorted(config_files().keys() - known.keys()):
+    candidates = dict(ARCHITECTURES)
+    for name in sorted(config_files().keys() - candidates.keys()):
         config = open_clip_config(name)
         if config["embed_dim"] == inferred.embed_dim and not config["text_cfg"].get("hf_model_name"):
-            known[OPEN_CLIP + name] = from_open_clip(config)
+            candidates[OPEN_CLIP + name] = from_open_clip(config)
     inferred_outline = outline(inferred)
-    if exact := [name for name, shape in known.items() if outline(shape) == inferred_outline]:
+    if exact := [name for name, shape in candidates.items() if outline(shape) == inferred_outline]:
         return exact[:_MAX_SHOWN]
     names = []
-    for name, shape in known.items():
+    for name, shape in candidates.items():
         if outline(shape) is None:
             continue
         try:
@@ -158,7 +158,7 @@ def fitting_names(tensors: Mapping[str, Tensor]) -> list[str]:
     return names[:_MAX_SHOWN]
 
 
-def newest_epoch(folder: Path) -> Path | None:
+def find_newest_epoch(folder: Path) -> Path | None:
     """Find the newest checkpoint in a training folder or its ``checkpoints`` folder; None if there is none."""
     for place in (folder / "checkpoints", folder):
         epochs = {
@@ -193,7 +193,7 @@ class TrainingRecord:
     preprocess: Mapping[str, Any] | None = None
 
 
-def training_record(file: Path) -> TrainingRecord:
+def read_training_record(file: Path) -> TrainingRecord:
     """Read params.txt in a checkpoint's folder or its parent.
 
     Raises:
@@ -205,13 +205,15 @@ def training_record(file: Path) -> TrainingRecord:
         return TrainingRecord()
     with params.open(encoding="utf-8", errors="replace") as content:
         lines = content.read(_MAX_PARAMS).splitlines()
-    values = {name: _value(value) for name, value in (line.split(": ", 1) for line in lines if ": " in line)}
+    values = {
+        name: _parse_value(value) for name, value in (line.split(": ", 1) for line in lines if ": " in line)
+    }
     name = str(values.get("model", ""))
     scheme = next((scheme for scheme in (HUB, _LOCAL) if name.startswith(scheme)), "")
     try:
         if scheme:
             folder = fetch_repository(name) if scheme == HUB else Path(name.removeprefix(_LOCAL))
-            shape, preprocess = folder_config(folder)
+            shape, preprocess = read_folder_config(folder)
             shape = replace(shape, text=shape.text.use_tokenizer(folder))
         else:
             name = OPEN_CLIP + name.replace("/", "-")  # as open_clip does
@@ -245,7 +247,7 @@ def training_record(file: Path) -> TrainingRecord:
     return TrainingRecord(architecture=shape, name="" if scheme else name, preprocess=preprocess)
 
 
-def folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
+def read_folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     """Read the architecture and the preprocessing settings in open_clip_config.json.
 
     Raises:
@@ -262,7 +264,7 @@ def folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     return from_open_clip(model_config), preprocess
 
 
-def common_preprocess(name: str) -> tuple[dict[str, Any], str]:
+def find_common_preprocess(name: str) -> tuple[dict[str, Any], str]:
     """Return the preprocessing settings that all published weights of an architecture have.
 
     If they differ or there are none, the settings are CLIP's, and the second value says so; otherwise it is "".
@@ -296,7 +298,7 @@ def common_preprocess(name: str) -> tuple[dict[str, Any], str]:
     )
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     """Parse a value as printed by Python: None, a bool, a number, a list of numbers, or a string."""
     words = {"None": None, "True": True, "False": False}
     if text in words:

@@ -43,6 +43,8 @@ _BLOCK = (
     ("mlp.c_fc.", "mlp.fc1."),
     ("mlp.c_proj.", "mlp.fc2."),
 )
+_FROM_TRANSFORMERS = [(theirs, ours) for ours, theirs in _NAMES]
+_BLOCK_FROM_TRANSFORMERS = [(theirs, ours) for ours, theirs in reversed(_BLOCK)]
 _TRANSPOSED = {"visual.proj", "text_projection"}
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # CLIPImageProcessor's defaults
@@ -75,8 +77,10 @@ def from_transformers(
     if config.get("auto_map"):
         raise CheckpointError("config.json requires custom code (auto_map), which clipkit does not run")
     try:
-        vision, text = _tower(config, "vision", _VISION), _tower(config, "text", _TEXT)
-        if (activation := vision["hidden_act"]) != text["hidden_act"] or activation not in _ACTIVATIONS:
+        vision = _read_tower(config, "vision", _VISION)
+        text = _read_tower(config, "text", _TEXT)
+        activation = vision["hidden_act"]
+        if activation != text["hidden_act"] or activation not in _ACTIVATIONS:
             raise ConfigError(
                 f"activations {activation!r} and {text['hidden_act']!r} must be the same, quick_gelu or gelu"
             )
@@ -103,31 +107,32 @@ def from_transformers(
         )
     except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"config.json is invalid: {error}") from error
-    own: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     for theirs, value in tensors.items():
         if theirs.endswith(".position_ids"):  # written by old versions of transformers
             continue
-        name = _renamed(theirs, [(b, a) for a, b in _NAMES], [(b, a) for a, b in reversed(_BLOCK)])
+        name = _rename_tensor(theirs, _FROM_TRANSFORMERS, _BLOCK_FROM_TRANSFORMERS)
         split = re.fullmatch(r"(.*\.attn\.in_proj_)(q_proj|k_proj|v_proj)\.(weight|bias)", name)
         if split:
             parts.setdefault(split[1] + split[3], {})[split[2]] = value
         else:
-            own[name] = value.T if name in _TRANSPOSED and value.ndim == 2 else value
+            converted[name] = value.T if name in _TRANSPOSED and value.ndim == 2 else value
     for name, three in parts.items():
         if set(three) == set(_QKV) and len({part.shape for part in three.values()}) == 1:
-            own[name] = torch.cat([three[part] for part in _QKV])
-    return shape, own
+            converted[name] = torch.cat([three[part] for part in _QKV])
+    return shape, converted
 
 
-def end_of_text(config: Mapping[str, Any]) -> int:
+def read_end_of_text(config: Mapping[str, Any]) -> int:
     """Return the token at which a ``CLIPModel`` reads text features; see ``clipkit.model.tokenizer``.
 
     Raises:
         CheckpointError: it is not in the vocabulary.
     """
-    text = _tower(config, "text", _TEXT)
-    end, size = text["eos_token_id"], text["vocab_size"]
+    text = _read_tower(config, "text", _TEXT)
+    end = text["eos_token_id"]
+    size = text["vocab_size"]
     if type(end) is not int or not 0 <= end < size:
         raise CheckpointError(
             f"config.json: eos_token_id = {end!r} is not in the vocabulary of {size} tokens"
@@ -135,10 +140,12 @@ def end_of_text(config: Mapping[str, Any]) -> int:
     return end
 
 
-def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:
+def _read_tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> dict[str, Any]:
     """Return the settings of one tower; as in transformers, ``*_config_dict`` in old files takes precedence."""
-    plain, old = config.get(f"{kind}_config") or {}, config.get(f"{kind}_config_dict")
-    tower = {**defaults, **(plain if old is None else old)}
+    settings = config.get(f"{kind}_config_dict")
+    if settings is None:
+        settings = config.get(f"{kind}_config") or {}
+    tower = {**defaults, **settings}
     if tower.get("layer_norm_eps", 1e-5) != 1e-5:
         raise ConfigError(f"{kind}: layer_norm_eps = {tower['layer_norm_eps']!r} is not supported, only 1e-5")
     return tower
@@ -147,38 +154,38 @@ def _tower(config: Mapping[str, Any], kind: str, defaults: dict[str, Any]) -> di
 def to_transformers(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Convert clipkit's state dict to the names of ``CLIPModel``."""
     theirs: dict[str, Tensor] = {}
-    for own, value in tensors.items():
-        name = _renamed(own, _NAMES, _BLOCK)
-        if ".attn.in_proj_" in own:
+    for name_in_clipkit, value in tensors.items():
+        name = _rename_tensor(name_in_clipkit, _NAMES, _BLOCK)
+        if ".attn.in_proj_" in name_in_clipkit:
             stem, kind = name.rsplit(".", 1)
             for part, rows in zip(_QKV, value.chunk(3), strict=True):
                 theirs[f"{stem}.{part}.{kind}"] = rows.contiguous()
         else:
-            theirs[name] = (value.T if own in _TRANSPOSED else value).contiguous()
+            theirs[name] = (value.T if name_in_clipkit in _TRANSPOSED else value).contiguous()
     return theirs
 
 
-def _renamed(name: str, names: Any, block: Any) -> str:
+def _rename_tensor(name: str, names: Any, block: Any) -> str:
     for source, target in names:
         if name == source or (source.endswith(".") and name.startswith(source)):
             name = target + name[len(source) :]
-            number, dot, rest = name[len(target) :].partition(".")
-            if dot and number.isdecimal():
+            index, dot, rest = name[len(target) :].partition(".")
+            if dot and index.isdecimal():
                 for inner, outer in block:
                     if rest.startswith(inner):
-                        return f"{target}{number}.{outer}{rest[len(inner) :]}"
+                        return f"{target}{index}.{outer}{rest[len(inner) :]}"
             break
     return name
 
 
-def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict[str, Any]]:
+def build_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict[str, Any]]:
     """Return the configuration files of ``CLIPModel`` and ``CLIPImageProcessor``, by name."""
     vision, text = shape.get_plain_towers()
     activation = "quick_gelu" if shape.quick_gelu else "gelu"
     both = {"hidden_act": activation, "layer_norm_eps": 1e-5, "projection_dim": shape.embed_dim}
     size = preprocess.image_size
     decoding = preprocess.decoding.to_dict()
-    own = {_OWN: decoding} if decoding else {}
+    own_settings = {_OWN: decoding} if decoding else {}
     return {
         "config.json": {
             "architectures": ["CLIPModel"],
@@ -222,7 +229,7 @@ def transformers_configs(shape: Architecture, preprocess: Preprocess) -> dict[st
             "do_normalize": True,
             "image_mean": list(preprocess.mean),
             "image_std": list(preprocess.std),
-            **own,
+            **own_settings,
         },
     }
 
@@ -241,7 +248,9 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, cha
             )
     if config.get("rescale_factor") not in (None, 1 / 255):
         raise CheckpointError(f"{where}: rescale_factor = {config['rescale_factor']!r} is not 1/255")
-    resample = 3 if config.get("resample") is None else config["resample"]
+    resample = config.get("resample")
+    if resample is None:
+        resample = 3
     if not isinstance(resample, int) or resample not in _RESAMPLE:
         raise CheckpointError(f"{where}: resample = {resample!r} is neither bilinear nor bicubic")
     sizes = []
@@ -265,10 +274,10 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, cha
     for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
         if config.get(theirs) is not None:
             values[ours] = config[theirs]
-    own = config.get(_OWN, {})
-    known = [field.name for field in fields(Decoding) if field.name != "channels"]
-    if not isinstance(own, Mapping) or own.keys() - set(known):
-        raise CheckpointError(f"{where}: {_OWN} = {own!r} has keys other than {', '.join(known)}")
-    values.update(own)
+    own_settings = config.get(_OWN, {})
+    allowed = [field.name for field in fields(Decoding) if field.name != "channels"]
+    if not isinstance(own_settings, Mapping) or own_settings.keys() - set(allowed):
+        raise CheckpointError(f"{where}: {_OWN} = {own_settings!r} has keys other than {', '.join(allowed)}")
+    values.update(own_settings)
     clips = Preprocess(image_size=image_size).replace_channels(channels)
     return Preprocess.from_dict({**clips.to_dict(), **values})

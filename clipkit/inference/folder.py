@@ -41,7 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import lock_output, replacing, sync, temporary_path, write_atomic
+from clipkit.files.atomic import lock_output, replacing, sync_to_disk, temporary_path, write_atomic
 from clipkit.files.patterns import user_path
 from clipkit.inference.inputs import Item, Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
@@ -351,7 +351,7 @@ class EmbeddingFolder:
             for leftover in folder.glob(".*.partial"):  # of killed processes
                 leftover.unlink(missing_ok=True)
         shutil.rmtree(self.out / ".former", ignore_errors=True)
-        sync(self.out)
+        sync_to_disk(self.out)
         first = np.load(self._files(0)[0], mmap_mode="r")
         width = first.shape[1] * storage_of(first).packed
         return Totals(rows=rows, width=width, failures=failures)
@@ -450,14 +450,14 @@ class EmbeddingFolder:
             # theirs
             temporary = temporary_path(path)
             temporary.write_text(text, encoding="utf-8")
-            sync(temporary)
+            sync_to_disk(temporary)
             try:
                 with suppress(FileExistsError):
                     os.link(temporary, path)
                 temporary.unlink()
             except OSError:  # a file system without hard links
                 temporary.replace(path)
-            sync(self.out)
+            sync_to_disk(self.out)
         stored = self._stored()
         if differing := _difference(stored, manifest):
             raise ConfigError(

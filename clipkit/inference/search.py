@@ -41,7 +41,7 @@ from torch import Tensor
 from clipkit.api import encode_image, encode_text, load
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.pages import check_page, templates, write_page
-from clipkit.files.terminal import CountProgress, counted, printable, size_of
+from clipkit.files.terminal import CountProgress, counted, format_bytes, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
@@ -784,7 +784,7 @@ def run_index(options: IndexOptions) -> int:
         ) from error
     print(
         f"added {counted(added, 'row')} of {len(embeddings):,} in {time.monotonic() - began:,.1f} s; the index has "
-        f"{size_of(size)}"
+        f"{format_bytes(size)}"
     )
     indexed = Embeddings(embeddings.folder)
     recalled = []

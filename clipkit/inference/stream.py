@@ -32,7 +32,7 @@ from torch.nn.functional import adaptive_avg_pool2d
 
 from clipkit.api import encode_text, load
 from clipkit.cli import DecodingOptions, LoadOptions, ModelOptions
-from clipkit.distributed import own_device
+from clipkit.distributed import select_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.inference.storage import ReusableRows, content_digest
@@ -420,9 +420,9 @@ def load_for_inference(options: LoadOptions) -> CLIP:
 
 
 def pick_device(requested: str | None) -> str:
-    """Return the requested device, by default ``own_device``; each process gets its own GPU."""
+    """Return the requested device, by default ``select_device``; each process gets its own GPU."""
     if requested in (None, "auto"):
-        return str(own_device())
+        return str(select_device())
     if requested == "cuda":
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return requested

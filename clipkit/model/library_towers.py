@@ -473,9 +473,9 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
     """
     from transformers import AutoConfig
 
-    from clipkit.files.hub import from_hub
+    from clipkit.files.hub import convert_hub_errors
 
-    with from_hub(model):
+    with convert_hub_errors(model):
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     _get_encoder_width(config)
     values = json.loads(config.to_json_string(use_diff=False))  # plain values, as they are stored

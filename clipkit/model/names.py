@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from clipkit.errors import ConfigError, nearest
-from clipkit.files.open_clip import config_files, without_image_tower
+from clipkit.files.open_clip import config_files, lacks_image_tower
 from clipkit.model.architectures import (
     ARCHITECTURES,
     QUICKGELU,
@@ -151,7 +151,7 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
     configs = config_files()
     base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
     if name.startswith(OPEN_CLIP):
-        if without_image_tower(base):
+        if lacks_image_tower(base):
             raise ConfigError(
                 f"{called} = {name!r} is not a CLIP architecture: open_clip's configuration has no image tower or "
                 "no text tower"

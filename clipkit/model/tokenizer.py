@@ -447,14 +447,14 @@ class LibraryTokenizer:
     def _load_library(self) -> Any:
         if self._loaded is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forked
-            from clipkit.files.hub import from_hub
+            from clipkit.files.hub import convert_hub_errors
 
             if Path(self.source).is_dir() and not has_tokenizer(Path(self.source)):
                 raise ConfigError(
                     f"{self.source} has no tokenizer: copy tokenizer.json and tokenizer_config.json of the model "
                     "into this folder"
                 )
-            with from_hub(self.source):
+            with convert_hub_errors(self.source):
                 library = make_tokenizer(self.source, self.context_length, **self.options)
             _check_words(library.tokenizer, self.source)
             if library.tokenizer.pad_token_id is None:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, signed
+from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
 from clipkit.model.resample import resize_grid
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
@@ -789,7 +789,7 @@ def draw_patches(*, seed: int, rows: Tensor, patches: int, keep: int) -> Tensor:
 
 def draw_numbers(*, seed: int, rows: Tensor, count: int) -> Tensor:
     """Draw ``count`` numbers for each row: (B, count) int64 of all values; arguments as for ``draw_patches``."""
-    numbers = torch.arange(1, count + 1, device=rows.device) * signed(STEP)  # as SplitMix64 counts
+    numbers = torch.arange(1, count + 1, device=rows.device) * to_signed(STEP)  # as SplitMix64 counts
     return mix_tensor(_hash_rows(seed, rows)[:, None] + numbers)
 
 
@@ -806,4 +806,4 @@ def _hash_rows(seed: int, rows: Tensor) -> Tensor:
     while seed not in (0, -1):
         key = mix((key + seed + STEP) & MASK)
         seed >>= 64
-    return mix_tensor(rows + signed(key))
+    return mix_tensor(rows + to_signed(key))

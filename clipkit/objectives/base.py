@@ -13,7 +13,7 @@ from torch import Tensor
 from clipkit.batch import Batch
 from clipkit.cli import setting
 from clipkit.config import Config, DistillConfig, ModelConfig, Section, at_least, require, require_use
-from clipkit.distributed import greatest_over_ranks, sum_over_ranks
+from clipkit.distributed import max_over_ranks, sum_over_ranks
 from clipkit.model.architectures import Architecture, TextArchitecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import at_least_float32
@@ -282,8 +282,6 @@ def compute_recall(image_features: Tensor, text_features: Tensor, identities: Te
             diagonal.fill_(-torch.inf)
             best_by_row[tile] = cosines.amax(1)
             best_by_column = torch.maximum(best_by_column, cosines.amax(0))
-        best_others = torch.stack(
-            [best_by_row, greatest_over_ranks(best_by_column)[batch.local_rows]]
-        )  # (2, B)
+        best_others = torch.stack([best_by_row, max_over_ranks(best_by_column)[batch.local_rows]])  # (2, B)
         right = pair_cosines - best_others > _ROUNDING * torch.finfo(best_others.dtype).eps
         return sum_over_ranks(right.sum(1).to(best_others.dtype)) / batch.size

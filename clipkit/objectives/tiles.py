@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from clipkit.distributed import (
-    counts_of_rows,
+    gather_row_counts,
     gather_rows,
-    greatest_over_ranks,
+    max_over_ranks,
     rank,
-    scatter_sums_of_rows,
+    scatter_row_sums,
     sum_over_ranks,
     world_size,
 )
@@ -40,7 +40,7 @@ class GlobalBatch:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self._counts = counts_of_rows(len(rows))
+        self._counts = gather_row_counts(len(rows))
         self.size = sum(self._counts)  # N
         first = sum(self._counts[: rank()])
         self.local_rows = slice(first, first + len(rows))  # this rank's among all
@@ -51,7 +51,7 @@ class GlobalBatch:
 
     def scatter_sums(self, rows: Tensor) -> Tensor:
         """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient."""
-        return scatter_sums_of_rows(rows, self._counts)
+        return scatter_row_sums(rows, self._counts)
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over all rows of a (B,) value of each, a scalar that is the same on all ranks."""
@@ -124,7 +124,7 @@ class ColumnSums:
 
     def combine_ranks(self) -> tuple[Tensor, Tensor]:
         """Return (2, N) sums by column, as ``row_sums`` by row, and the (means, N) means."""
-        greatest = greatest_over_ranks(self._greatest)
+        greatest = max_over_ranks(self._greatest)
         totals = sum_over_ranks(self._totals * (self._greatest - greatest).exp_())
         return torch.stack([greatest, totals[0]]), totals[1:] / totals[0]
 
@@ -344,7 +344,7 @@ def count_alike(identities: Tensor, same: str) -> tuple[Tensor, Tensor]:
         (N,) int64 pairs that agree with each in at least one identity, including itself (1 with "negatives"), and
         (N,) pairs that it is compared with, of the ``widest_dtype``.
     """
-    counts = counts_of_rows(len(identities))
+    counts = gather_row_counts(len(identities))
     alike = identities.new_ones(sum(counts))
     if same != "negatives":
         everywhere = gather_rows(identities, counts)  # (N, K)

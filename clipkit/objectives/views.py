@@ -20,7 +20,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from clipkit.cli import Within, setting
 from clipkit.config import Config, ModelConfig, at_least, require, require_use
-from clipkit.distributed import counts_of_rows, gather_rows
+from clipkit.distributed import gather_row_counts, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
@@ -88,7 +88,7 @@ class Views(Term):
         teaching = draw.teach()
         images = draw.batch.images
         rows = draw.batch.rows
-        texts = gather_rows(teaching.texts, counts_of_rows(len(teaching.texts)))
+        texts = gather_rows(teaching.texts, gather_row_counts(len(teaching.texts)))
         inputs = {
             "boxes": draw_boxes(seed=draw.seed, rows=rows, count=self.count, area=self.area),
             "teacher_images": teaching.images,

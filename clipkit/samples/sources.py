@@ -25,7 +25,7 @@ from typing import TypeVar
 
 from clipkit.errors import DataError, Unavailable
 from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
-from clipkit.files.terminal import counted, shown
+from clipkit.files.terminal import counted, redact_url
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import (
     PARQUET_PART,
@@ -316,8 +316,8 @@ def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
     is_pipe = source.startswith("pipe:")  # the shell interprets wildcards
     if not is_pipe and "*" in path:
         raise DataError(
-            f"{shown(source)}: stores do not support wildcards; name the folder, or the shards with braces, as "
-            "{00000..00010}.tar"
+            f"{redact_url(source)}: stores do not support wildcards; name the folder, or the shards with braces, "
+            "as {00000..00010}.tar"
         )
     if is_pipe or "{" in source or path.lower().endswith(_SUFFIXES):
         yield describe(list(expand_braces(source)))
@@ -417,10 +417,12 @@ def find_split(
         except DataError:  # there is no such branch, or no such split in it
             pass
     if names := sorted(filter(None, splits)):
-        raise MissingSplit(f"{shown(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}")
-    message = f"no tar, table or Parquet file of split {split!r} in {shown(str(folder))}"
+        raise MissingSplit(
+            f"{redact_url(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}"
+        )
+    message = f"no tar, table or Parquet file of split {split!r} in {redact_url(str(folder))}"
     if isinstance(folder, str):
-        form = HUB_FORM if folder.startswith("hf://") else f"{shown(folder)}/{{00000..00331}}.tar"
+        form = HUB_FORM if folder.startswith("hf://") else f"{redact_url(folder)}/{{00000..00331}}.tar"
         message = f"{message}; name the shards as {form}"
     raise NoFiles(message)
 
@@ -473,7 +475,7 @@ def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str,
         count = _stated_count(folder) if any(file.name == _COUNT for file in files) else None
         if count not in (None, len(tars)):
             raise DataError(
-                f"{shown(str(folder))} has {counted(len(tars), 'shard')}, but {_COUNT} says '{count}'"
+                f"{redact_url(str(folder))} has {counted(len(tars), 'shard')}, but {_COUNT} says '{count}'"
             )
         return {"": tars}
     by_split: dict[str, list[ShardFile]] = {}
@@ -504,7 +506,9 @@ def _stated_count(folder: Path | str) -> int | None:
         return None
     count = text.strip()
     if not count.isdecimal() or len(count) > _MAX_DIGITS:
-        raise DataError(f"{shown(str(folder))}: {_COUNT} says {count[:20]!r}, expected a number of shards")
+        raise DataError(
+            f"{redact_url(str(folder))}: {_COUNT} says {count[:20]!r}, expected a number of shards"
+        )
     return int(count)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from clipkit.config import Config, OptimConfig, late, require, require_use
+from clipkit.config import Config, OptimConfig, lazy_import, require, require_use
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -54,12 +54,14 @@ class OptimizerEntry:
 
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
-    "adamw": OptimizerEntry(make=late("clipkit.training.optim:adamw"), gated=True),
-    "stable_adamw": OptimizerEntry(make=late("clipkit.training.optim:stable_adamw")),
+    "adamw": OptimizerEntry(make=lazy_import("clipkit.training.optim:adamw"), gated=True),
+    "stable_adamw": OptimizerEntry(make=lazy_import("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
-    "lamb": OptimizerEntry(make=late("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
-    "adafactor": OptimizerEntry(make=late("clipkit.training.timm_optim:adafactor"), ties_rows=False),
-    "muon": OptimizerEntry(make=late("clipkit.training.optim:muon"), gated=True, gathers_matrices=True),
+    "lamb": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
+    "adafactor": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:adafactor"), ties_rows=False),
+    "muon": OptimizerEntry(
+        make=lazy_import("clipkit.training.optim:muon"), gated=True, gathers_matrices=True
+    ),
 }
 
 

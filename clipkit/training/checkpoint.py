@@ -23,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
-from clipkit.config import Config, changes, load_config, shown, to_toml
+from clipkit.config import Config, format_value, list_changes, load_config, to_toml
 from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.atomic import FileLock, sync, write_atomic
+from clipkit.files.atomic import FileLock, sync_to_disk, write_atomic
 from clipkit.formats.checkpoint import (
     COMPLETE,
     FORMAT,
@@ -35,14 +35,14 @@ from clipkit.formats.checkpoint import (
     STEP_FOLDER,
     TRAINED,
     collect_tensors,
+    describe_model,
+    format_listing,
     is_complete,
     latest_checkpoint,
-    listing,
-    model_card,
-    passed_over,
+    list_skipped,
+    parse_step,
     read_json,
     step_folders,
-    step_of,
 )
 from clipkit.formats.load import check_weights
 from clipkit.model.clip import CLIP
@@ -102,7 +102,7 @@ def only_trainer_of(run: Path, config: Config, *, rank0: bool, launcher: int | N
         lock = FileLock(run / _LOCK, note=note, optional=True)
         _acquire(lock, run)
     except OSError as error:
-        raise ConfigError(f"out = {shown(str(run))} cannot be {action}: {error.strerror}") from error
+        raise ConfigError(f"out = {format_value(str(run))} cannot be {action}: {error.strerror}") from error
     finished = False
     try:
         try:
@@ -143,14 +143,14 @@ def _acquire(lock: FileLock, run: Path) -> None:
 def _claim(run: Path, config: Config) -> None:
     stored = run / _CONFIG
     if stored.is_file() and ((run / "checkpoints").exists() or (run / SAVED).exists()):
-        if differing := changes(load_config(stored), config):
+        if differing := list_changes(load_config(stored), config):
             raise ConfigError(
                 f"{run} holds a run of another configuration ({'; '.join(differing)}): "
                 f"set out=… for a new run (model.weights={run} starts from this one's weights), "
                 "or remove that folder"
             )
         checkpoint = latest_checkpoint(run)
-        if checkpoint is not None and config.steps < (step := step_of(checkpoint.name)):
+        if checkpoint is not None and config.steps < (step := parse_step(checkpoint.name)):
             raise ConfigError(
                 f"steps = {config.steps}, but {run} has made {step}: set steps={step} or more, "
                 "or out=… for a new run"
@@ -224,7 +224,7 @@ def loop_state(stored: Mapping[str, Any], *, origin: Path) -> LoopState:
         value = getattr(state, field.name)
         valid = type(value) is str if field.type is str else type(value) in (int, field.type)
         if not valid or (field.type is not str and not 0 <= value < _MAX_COUNT):  # NaN fails too
-            raise CheckpointError(f"{origin}: state.json is invalid: {field.name} = {shown(value)}")
+            raise CheckpointError(f"{origin}: state.json is invalid: {field.name} = {format_value(value)}")
     return state
 
 
@@ -242,7 +242,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def damaged_notes(newest: Path) -> list[str]:
     """Return a note on newer checkpoints that are skipped because they are damaged, if any."""
-    bad = passed_over(newest)
+    bad = list_skipped(newest)
     return [f"note: {', '.join(bad)} is damaged or missing; using {newest.name} instead"] if bad else []
 
 
@@ -329,7 +329,7 @@ class CheckpointWriter:
         self._keep = keep
         self._root = run / "checkpoints"
         # damaged checkpoints do not count as kept
-        self._damaged = set() if newest is None else set(passed_over(newest))
+        self._damaged = set() if newest is None else set(list_skipped(newest))
         self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
         self._saved = None if newest is None else self._step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -387,7 +387,7 @@ class CheckpointWriter:
                 for left in self._root.glob(".step_*"):  # by a process that was killed
                     shutil.rmtree(left, ignore_errors=True)
                 temporary.mkdir(parents=True)
-                card = json.dumps(model_card(model, temporary), indent=2)
+                card = json.dumps(describe_model(model, temporary), indent=2)
                 (temporary / "model.json").write_text(card + "\n")
                 content = json.dumps({"format": FORMAT, **asdict(state)}, indent=2)
                 (temporary / "state.json").write_text(content + "\n")
@@ -514,17 +514,17 @@ class CheckpointWriter:
         return self._stager
 
     def _commit(self, temporary: Path, folder: Path) -> None:
-        (temporary / COMPLETE).write_text(listing(temporary))
+        (temporary / COMPLETE).write_text(format_listing(temporary))
         for path in (path for path in temporary.rglob("*") if path.is_file()):
             path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
         for path in (*temporary.rglob("*"), temporary):
-            sync(path)
+            sync_to_disk(path)
         self._damaged.discard(folder.name)
         replaced = folder.with_name(f".{folder.name}.replaced")
         if folder.exists():
             folder.rename(replaced)
         temporary.rename(folder)
-        sync(self._root)
+        sync_to_disk(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
         write_atomic(self._root / LATEST, folder.name + "\n", durable=True)
         (self._run / SAVED).touch()
@@ -598,7 +598,7 @@ def load_training(
     if stored.pop("format", None) != FORMAT:
         raise CheckpointError(f"{folder}: this version cannot read the format of state.json")
     state = loop_state(stored, origin=folder)
-    if STEP_FOLDER.fullmatch(folder.name) and state.step != step_of(folder.name):
+    if STEP_FOLDER.fullmatch(folder.name) and state.step != parse_step(folder.name):
         raise CheckpointError(f"{folder}: state.json is of step {state.step}")
     own_names = adapter_tensors(model, model.state_dict()).keys()
     base = {name: tensor for name, tensor in model.state_dict().items() if name not in own_names}

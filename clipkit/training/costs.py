@@ -22,7 +22,7 @@ from torch import Tensor
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import Config, LossConfig, OptimConfig, shown_settings
+from clipkit.config import Config, LossConfig, OptimConfig, redact_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
 from clipkit.expected import expected_score
@@ -719,8 +719,8 @@ def workloads_of(
         teacher: a model that encodes each batch.
     """
     small = config.small
-    caption = config.caption
-    masked = config.masked
+    caption = config.objectives["caption"]
+    masked = config.objectives["masked"]
     selected = select_terms(config)
     starts = (0, small.steps, *(term.after for term in selected.values()))
     bounds = {min(start, config.steps) for start in starts}
@@ -759,7 +759,7 @@ def workloads_of(
                 terms=terms,
                 further=config.data.caption_count - 1 + bool(config.data.negatives),
                 average=bool(config.optim.average),
-                averaged=config.distill.averages,
+                averaged=config.distill.is_average,
                 sam=bool(config.optim.sam),
                 sharding=config.sharding,
                 shard_ranks=shard_ranks,
@@ -852,7 +852,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
     teacher = None
-    source = "" if config.distill.averages else config.distill.teacher
+    source = "" if config.distill.is_average else config.distill.teacher
     if source.startswith(_OPEN_CLIP):
         try:
             with torch.device("meta"):
@@ -865,7 +865,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     works = workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16, teacher=teacher)
     costs = run_costs(works, machine, mfu=target.mfu, unknown_teacher=bool(source) and teacher is None)
     title = "# settings that differ from the defaults, see --settings"
-    return [title, shown_settings(config), *cost_table(costs, expected=expected_score(config))]
+    return [title, redact_settings(config), *cost_table(costs, expected=expected_score(config))]
 
 
 # columns of the table, and of a row's name

@@ -28,7 +28,7 @@ from clipkit.config import load_config
 from clipkit.distributed import gather_objects, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError, Stopped
 from clipkit.files.atomic import write_atomic
-from clipkit.formats.checkpoint import latest_checkpoint, step_of
+from clipkit.formats.checkpoint import latest_checkpoint, parse_step
 from clipkit.model.clip import CLIP
 from clipkit.training.parallel import local_part
 from clipkit.training.step import Features, TrainingStep
@@ -241,7 +241,7 @@ def replay_parts(run: Path, accumulate: int, batch_size: int) -> int:
     if checkpoint is None:
         raise ConfigError(f"--replay requires a saved run: there is no checkpoint in {run}")
     ranks = 0
-    failed = step_of(checkpoint.name) + 1
+    failed = parse_step(checkpoint.name) + 1
     for path in run.glob("not_finite*.jsonl"):
         with suppress(OSError, ValueError, AttributeError), path.open(encoding="utf-8") as file:
             ranks += json.loads(file.readline()).get("step") == failed

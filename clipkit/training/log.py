@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from clipkit.batch import BadSample, Batch
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.distributed import rank, world_size
-from clipkit.errors import ConfigError, DataError, let_go_if_broken
-from clipkit.files.terminal import counted, printable, without_secrets
+from clipkit.errors import ConfigError, DataError, silence_if_broken
+from clipkit.files.terminal import counted, printable, redact_secrets
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts
@@ -126,7 +126,7 @@ class Log:
             text_rows=compute.objective.text_rows(compute.shape.text, self._config.batch_size),
             patch_dropout=compute.patch_dropout,
             loss_dims=compute.loss.dims,
-            averaged=compute.distill.averages,
+            averaged=compute.distill.is_average,
             gradients=2 if self._config.optim.sam else 1,
         )
         if self._flops is not None and not self._rates.peak:
@@ -184,7 +184,7 @@ class Log:
                     self.print_line(ranks.describe())
         self._progress.update(state.step, metrics, slow)
         data = self._config.data
-        if line := self._rates.explain_waiting(data.workers, ", ".join(data.shown_sources)):
+        if line := self._rates.explain_waiting(data.workers, ", ".join(data.redacted_sources)):
             self.print_line(line)
         if time.monotonic() - self._bad_time >= _BAD_EVERY_SECONDS:
             self._print_bad_samples(state.bad_samples)
@@ -263,7 +263,7 @@ class Log:
                 id=identity.read_text().strip(),
                 resume="allow",
                 dir=str(self._run),
-                config={"toml": without_secrets(to_toml(self._config))},
+                config={"toml": redact_secrets(to_toml(self._config))},
             )
         except wandb.errors.Error as error:
             raise ConfigError(
@@ -366,11 +366,11 @@ class _Output:
         try:
             return self._stream.write(text)
         except OSError:
-            let_go_if_broken(self._stream)
+            silence_if_broken(self._stream)
             return len(text)
 
     def flush(self) -> None:
-        let_go_if_broken(self._stream)
+        silence_if_broken(self._stream)
 
 
 def _clock(seconds: float) -> str:

@@ -441,7 +441,7 @@ class TrainingStep:
     ) -> "TrainingStep":
         """Return the step that the settings of a run select, and load the teacher if there is one."""
         teacher = None
-        if config.distill.teacher and not config.distill.averages:
+        if config.distill.teacher and not config.distill.is_average:
             teacher = Teacher(config.distill.teacher, model, device=model.logit_scale.device, bf16=bf16)
         return cls(
             shape=shape,
@@ -499,7 +499,7 @@ class TrainingStep:
             tokens = self.shape.masked == "features"
             return averaged_teaching(module, self.averaged, pairs, bf16=self.bf16, tokens=tokens)
 
-        teaching = teach() if self.distill.averages else self._teaching(batch)
+        teaching = teach() if self.distill.is_average else self._teaching(batch)
 
         # 4. The loss of features and the local terms, and their gradients.
         loss: Loss = partial(
@@ -529,7 +529,7 @@ class TrainingStep:
     def swaps(self, step: int) -> bool:
         """Return whether a step gives the model its averaged weights for a while."""
         terms = self.terms.values()
-        return self.distill.averages or any(term.averages and term.after <= step for term in terms)
+        return self.distill.is_average or any(term.averages and term.after <= step for term in terms)
 
     def _teaching(self, batch: Batch) -> Teaching | None:
         if self.teacher is not None:
@@ -570,7 +570,7 @@ class TrainingStep:
         figures = {f"loss_{name}": float(value) for name, value in features.terms.items()}
         # the levels would depend on the teacher, and terms and wrong captions have none
         further = batch.negatives is not None or batch.more is not None
-        if not (self.distill.wanted or self.terms or further):
+        if not (self.distill.has_teacher or self.terms or further):
             chance = self.objective.chance(targets, len(features.texts))
             if chance is not None:
                 figures["chance"] = chance

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from clipkit.files import check_page, counted, printable, size_of, templates, write_page
+from clipkit.files import check_page, counted, format_bytes, printable, templates, write_page
 from clipkit.samples import STRETCH, Decoding, color_of, format_pixel_range, parse_pixel_range
 from clipkit.samples.remote import shard_cache
 from data.augment import image_settings
@@ -94,7 +94,7 @@ def headline(findings: Findings) -> str:
     """Summarize the shards in one line."""
     shards = findings.shards
     samples = _format_count(shards.samples, shards.samples_known)
-    return f"{counted(shards.count, 'shard')}, {samples} samples, {size_of(shards.bytes)}"
+    return f"{counted(shards.count, 'shard')}, {samples} samples, {format_bytes(shards.bytes)}"
 
 
 def parts(findings: Findings) -> list[Part]:
@@ -114,7 +114,7 @@ def parts(findings: Findings) -> list[Part]:
 def _shard_rows(findings: Findings) -> list[Row]:
     shards = findings.shards
     filtered = findings.filtered
-    rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}"])]
+    rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {format_bytes(shards.bytes)}"])]
     samples = _format_count(shards.samples, shards.samples_known)
     more = " pairs of image and caption" if shards.samples_known else "; python -m data index counts all"
     rows.append(Row("samples", [f"{samples}{more}"]))
@@ -202,7 +202,7 @@ def _image_rows(findings: Findings) -> list[Row]:
     depths = ", ".join(f"{printable(depth, 40)} ({count:,})" for depth, count in images.depths.items())
     small = _fraction(images.small, images.read)
     rows = [
-        Row("decoded", [f"{images.read:,}, median file {size_of(images.median_bytes)}"]),
+        Row("decoded", [f"{images.read:,}, median file {format_bytes(images.median_bytes)}"]),
         Row("formats", [formats]),
         Row("depth and channels", [depths]),
         Row(f"below {findings.image_size} pixels", [f"{small} on their shorter side; they are enlarged"]),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Generator
 from dataclasses import asdict, dataclass, replace
 
-from clipkit.files import CountProgress, counted, shown
+from clipkit.files import CountProgress, counted, redact_url
 from clipkit.model import ClipTokenizer
 from clipkit.samples.remote import shard_cache
 from data.augment import image_settings
@@ -65,7 +65,7 @@ def run_speed(options: SpeedOptions) -> int:
                 f"  {row.bad:>4.0%}"
             )
     if options.json:
-        about = {"sources": list(map(shown, options.sources)), "image_size": options.image_size}
+        about = {"sources": list(map(redact_url, options.sources)), "image_size": options.image_size}
         print(json.dumps({**about, "batch_size": batch_size, "cores": cores, "measured": measured}))
     return 0
 

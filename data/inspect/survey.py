@@ -12,7 +12,7 @@ import numpy as np
 
 from clipkit.config import DataConfig
 from clipkit.errors import DataError
-from clipkit.files import CountProgress, printable, shown
+from clipkit.files import CountProgress, printable, redact_url
 from clipkit.model import CONTEXT_LENGTH
 from clipkit.samples import STRETCH, Decoding
 from clipkit.samples.remote import ShardCache
@@ -243,7 +243,7 @@ def inspect(
     if options.split == "train":
         held_out = _compare_test_split(options.sources, selection, good, options.samples)
     return Findings(
-        sources=tuple(map(shown, options.sources)),
+        sources=tuple(map(redact_url, options.sources)),
         image_size=options.image_size,
         decoding=decoding,
         context_length=CONTEXT_LENGTH,

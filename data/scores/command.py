@@ -29,9 +29,9 @@ from clipkit.files import (
     CountProgress,
     check_page,
     counted,
+    load_prompts,
     lock_output,
     printable,
-    prompt_list,
     replacing,
     write_atomic,
 )
@@ -227,7 +227,7 @@ def _languages() -> Any:
 
 @cache
 def _load_class_words() -> frozenset[tuple[str, ...]]:
-    return frozenset(tuple(_words(str(name))) for name in prompt_list("IMAGENET_CLASSNAMES"))
+    return frozenset(tuple(_words(str(name))) for name in load_prompts("IMAGENET_CLASSNAMES"))
 
 
 def _words(text: str) -> list[str]:

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files import CountProgress, counted, end_with_parent, printable, size_of
+from clipkit.files import CountProgress, counted, end_with_parent, format_bytes, printable
 from clipkit.samples import (
     IMAGE_EXTENSIONS,
     INDEX_VERSION,
@@ -732,7 +732,7 @@ def run_index(options: IndexOptions) -> int:
         except TruncatedError as error:
             raise DataError(f"{error}, or index its intact part with --truncated use") from error
     counts = manifest.counts
-    size = size_of(int(manifest.sizes.clip(min=0).sum()))
+    size = format_bytes(int(manifest.sizes.clip(min=0).sum()))
     seconds = time.monotonic() - began
     print(f"{counted(len(manifest), 'shard')}, {int(counts.sum()):,} samples, {size}, {seconds:.1f} s")
     print(f"  per shard   {int(counts.min()):,} to {int(counts.max()):,} samples")

@@ -25,7 +25,7 @@ import numpy as np
 import webdataset
 
 from clipkit.errors import DataError
-from clipkit.files import lock_output, sync
+from clipkit.files import lock_output, sync_to_disk
 from clipkit.samples import ARRAY_EXTENSIONS, IMAGE_EXTENSIONS
 
 
@@ -150,8 +150,8 @@ class DatasetWriter:
         text = json.dumps({**card, "samples": self.counts}, indent=2, ensure_ascii=False)
         (self._aside / "card.json").write_text(text + "\n", encoding="utf-8")
         for path in (*self._aside.rglob("*"), self._aside):
-            sync(path)
+            sync_to_disk(path)
         if self.out.exists():
             self.out.rmdir()  # empty
         self._aside.rename(self.out)
-        sync(self.out.parent)
+        sync_to_disk(self.out.parent)

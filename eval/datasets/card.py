@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 
 from clipkit.errors import DataError, nearest
-from clipkit.files import counted, prompt_list
+from clipkit.files import counted, load_prompts
 from eval.metrics import METRICS, metric_of
 from eval.tasks import TASKS
 
@@ -493,7 +493,7 @@ def loose_form(key: str) -> str:
 
 def _from_open_clip(name: str) -> tuple[str, ...]:
     """Return one of open_clip's lists; its templates are functions of the class name."""
-    values = prompt_list(name.removeprefix("open_clip:"))
+    values = load_prompts(name.removeprefix("open_clip:"))
     return tuple(value if isinstance(value, str) else value("{c}") for value in values)
 
 

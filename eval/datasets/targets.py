@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from clipkit.errors import ConfigError, DataError, Unavailable, nearest
-from clipkit.files import counted, shown, user_path
+from clipkit.files import counted, redact_url, user_path
 from clipkit.samples import CLASS_NAMES, are_ids
 from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
@@ -184,7 +184,9 @@ def unite_errors(errors: Sequence[tuple[str, DataError]], root: Root) -> list[Da
         message = str(united[""])
         cause = message.partition(": ")[2] or message  # without the address of the first dataset
         count = counted(len(unreached), "dataset")
-        united[""] = Unreachable(f"{shown(str(root))}: {cause}; {count} not available: {some(unreached)}")
+        united[""] = Unreachable(
+            f"{redact_url(str(root))}: {cause}; {count} not available: {some(unreached)}"
+        )
     return list(united.values())
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from clipkit import CLIP
 from clipkit.errors import ConfigError, nearest
-from clipkit.files import from_hub
+from clipkit.files import convert_hub_errors
 from clipkit.model import Architecture, BagOfWords, Preprocess, TimmVision, create_tokenizer
 
 TIMM = "timm:"  # prefix of model names
@@ -174,7 +174,7 @@ def _loading(source: str) -> Iterator[None]:
     before = os.environ.get(_NO_PICKLES)
     os.environ[_NO_PICKLES] = "1"
     try:
-        with from_hub(source):
+        with convert_hub_errors(source):
             try:
                 yield
             except OSError as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import DataError, nearest
-from clipkit.files import shown, user_path
+from clipkit.files import redact_url, user_path
 from clipkit.samples import (
     CACHE_GB,
     SPLIT_NAMES,
@@ -279,7 +279,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         return _Located(source=source, place=source, parts=(name,))
     shortened = source[:_SHOWN]
     if is_remote(source):
-        plain = shown(address_of(source)).partition("?")[0]
+        plain = redact_url(address_of(source)).partition("?")[0]
         if not plain.partition("://")[2].strip("/"):
             raise DataError(f"no dataset {shortened!r}: expected an address such as https://HOST/FOLDER")
         parts = [part for part in plain.split("/") if part and part not in _HUB_PARTS]
@@ -302,7 +302,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         if match is not None:
             there = match if is_remote(match) else Path(match).resolve()
             return _Located(source=match, place=there, parts=(source.replace("/", "-"),))
-        under = f", nor a dataset under {shown(str(root))}"
+        under = f", nor a dataset under {redact_url(str(root))}"
     hint = nearest(shortened, BUILTIN)
     raise DataError(f"no dataset {shortened!r}: it is no folder or table, nor built in ({hint}){under}")
 

@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from clipkit.errors import DataError
-from clipkit.files import counted, shown
+from clipkit.files import counted, redact_url
 from clipkit.samples import Samples, join_place, read_file
 from clipkit.samples.remote import ShardFile, is_remote
 from data.captions import is_utf8
@@ -196,7 +196,7 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
 
         text = remote.read_text(place, limit=limit)
         if text is not None and "\ufffd" in text:  # replaces bytes that are not UTF-8
-            raise DataError(f"{shown(place)} is not UTF-8 text")
+            raise DataError(f"{redact_url(place)} is not UTF-8 text")
         return None if text is None else text.removeprefix("\ufeff")
     path = Path(place)
     if not path.is_file():
@@ -221,4 +221,4 @@ def read_json_file(place: str | Path, kind: type[Content]) -> Content | None:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise DataError(f"{shown(str(place))} is not as published: {error}") from error
+        raise DataError(f"{redact_url(str(place))} is not as published: {error}") from error

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files import counted, shown
+from clipkit.files import counted, redact_url
 from clipkit.samples import (
     IMAGE_EXTENSIONS,
     MissingSplit,
@@ -445,7 +445,7 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
             raise MissingSplit(f"dataset {name}: {error}{advice}") from error
     if not stated and split != TEST:
         raise MissingSplit(
-            f"dataset {name} has no split {split!r}: all of {shown(str(place))} is for testing"
+            f"dataset {name} has no split {split!r}: all of {redact_url(str(place))} is for testing"
         )
     stems = [file.name.removesuffix(".tar") for file in files]
     if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar

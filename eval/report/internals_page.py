@@ -13,7 +13,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit import CLIP
-from clipkit.distributed import own_device
+from clipkit.distributed import select_device
 from clipkit.errors import ConfigError, DataError
 from clipkit.files import check_page, write_page
 from clipkit.inference import enlarged, heat_colors, overlay
@@ -47,7 +47,7 @@ def run_internals(options: InternalsOptions) -> int:
     out = options.out
     check_page("--out", out)
     (target,) = find_targets([options.data], root=options.data_root)
-    device = str(own_device()) if options.device == "auto" else options.device
+    device = str(select_device()) if options.device == "auto" else options.device
     models: list[CLIP] = []
     for source in options.model:
         if source.startswith(TIMM):

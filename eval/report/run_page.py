@@ -16,7 +16,7 @@ import torch
 from clipkit.config import load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.expected import expected_score
-from clipkit.files import without_secrets, write_page
+from clipkit.files import redact_secrets, write_page
 from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import TEST
@@ -294,7 +294,7 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         row=_row,
         series_name=partial(_series_name, known={result.series for result in folder.results}),
         provenance=_list_provenance(_select_headlined(folder.results)),
-        config=without_secrets(folder.config_text).strip(),
+        config=redact_secrets(folder.config_text).strip(),
         search=_search(run, folder.scored_on),
         expected=_expected(run),
     )

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from clipkit.cli import MOST_BATCH, MOST_SEED, number, one_of, setting, whole
+from clipkit.cli import MOST_BATCH, MOST_SEED, integers, numbers, one_of, setting
 from clipkit.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["TASKS", "Options", "Task", "task_of"]
 
 _ESTIMATORS = ("ridge", "logistic")
-_POSITIVE = whole(1, MOST_BATCH)
+_POSITIVE = integers(1, MOST_BATCH)
 
 
 def _sort_values(values: bool | tuple[int, ...]) -> bool | tuple[int, ...]:
@@ -39,7 +39,7 @@ class Options:
         ConfigError: a value is invalid.
     """
 
-    seed: int = setting(0, "random seed", whole(0, MOST_SEED))
+    seed: int = setting(0, "random seed", integers(0, MOST_SEED))
     layers: bool | tuple[int, ...] = setting(
         False,
         "linear-probe: also probe the image tower after these blocks (no value: after every block)",
@@ -50,14 +50,14 @@ class Options:
     examples: int = setting(
         0,
         "linear-probe, fine-tune: use N random training images, a fifth of them to tune on, as VTAB-1k with 1000",
-        whole(0, MOST_SEED),
+        integers(0, MOST_SEED),
         default_text="all",
     )
     shots: tuple[int, ...] = setting(
         (1, 2, 4, 8, 16), "few-shot: images per class", _POSITIVE, listed=True, convert=_sort_values
     )
     seeds: tuple[int, ...] = setting(
-        (0, 1, 2), "few-shot: seeds of the draws", whole(0, MOST_SEED), listed=True, convert=_sort_values
+        (0, 1, 2), "few-shot: seeds of the draws", integers(0, MOST_SEED), listed=True, convert=_sort_values
     )
     estimators: tuple[str, ...] = setting(
         _ESTIMATORS,
@@ -72,11 +72,11 @@ class Options:
     neighbours: tuple[int, ...] = setting(
         (10, 20), "knn: numbers of neighbors", _POSITIVE, listed=True, convert=_sort_values
     )
-    epochs: float = setting(10.0, "fine-tune: number of epochs", number(0, 1e6, above=True))
+    epochs: float = setting(10.0, "fine-tune: number of epochs", numbers(0, 1e6, above=True))
     rates: tuple[float, ...] = setting(
         (1e-5, 3e-5, 1e-4),
         "fine-tune: learning rates; the best on the validation split is used",
-        number(0, 1e6, above=True),
+        numbers(0, 1e6, above=True),
         listed=True,
         convert=lambda rates: tuple(sorted(set(rates))),
     )
@@ -94,13 +94,13 @@ class Options:
         default_text="fine-tune in the cache",
     )
     beams: int = setting(
-        1, "captioning: hypotheses of beam search", whole(1, 64), default_text="1, no search"
+        1, "captioning: hypotheses of beam search", integers(1, 64), default_text="1, no search"
     )
     dims: tuple[int, ...] = setting(
         (),
         "zero-shot, retrieval and compositional: also score the first N elements of each embedding, for models "
         "trained with loss.dims",
-        whole(1, 1_000_000),
+        integers(1, 1_000_000),
         flag="--dim",
         listed=True,
         convert=_sort_values,

@@ -32,7 +32,7 @@ from torch import Tensor
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import FileLock, write_atomic
-from clipkit.formats import latest_checkpoint, model_hash, save_model, serialize_architecture, step_of
+from clipkit.formats import latest_checkpoint, model_hash, parse_step, save_model, serialize_architecture
 from clipkit.model import (
     ARCHITECTURES,
     CLIP,
@@ -172,8 +172,8 @@ class ClassTraining:
                 told = True
             time.sleep(_WAIT)
         made = latest_checkpoint(run)
-        if made is None or step_of(made.name) < steps:  # another process stopped train.py
-            at = f" at step {step_of(made.name)} of {steps}" if made is not None else ""
+        if made is None or parse_step(made.name) < steps:  # another process stopped train.py
+            at = f" at step {parse_step(made.name)} of {steps}" if made is not None else ""
             raise DataError(f"{say}: it was stopped{at}; {_KEPT}")
         return steps
 

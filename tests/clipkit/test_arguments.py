@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.cli import Command, Parser, add_options, number, parse_path, whole
+from clipkit.cli import Command, Parser, add_options, integers, numbers, parse_path
 from clipkit.errors import ConfigError
 from clipkit.options import COMMANDS as CLIPKIT
 from data.options import COMMANDS as DATA
@@ -59,19 +59,19 @@ def test_numeric_options_reject_invalid_values(commands: Mapping[str, Command]) 
 @given(st.integers(), st.integers(-1000, 1000), st.integers(-1000, 1000))
 def test_whole_accepts_only_integers_within_bounds(value: int, least: int, most: int) -> None:
     if least <= value <= most:
-        assert whole(least, most).parse(str(value)) == value
+        assert integers(least, most).parse(str(value)) == value
     else:
         with pytest.raises(argparse.ArgumentTypeError, match="is not a whole number from"):
-            whole(least, most).parse(str(value))
+            integers(least, most).parse(str(value))
 
 
 @given(st.floats(), st.booleans())
 def test_number_accepts_only_floats_within_bounds(value: float, above: bool) -> None:
     if 0 <= value <= 10 and not (above and value == 0):
-        assert number(0, 10, above=above).parse(repr(value)) == value
+        assert numbers(0, 10, above=above).parse(repr(value)) == value
     else:
         with pytest.raises(argparse.ArgumentTypeError, match="is not a number"):
-            number(0, 10, above=above).parse(repr(value))
+            numbers(0, 10, above=above).parse(repr(value))
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_auto_selects_the_accelerator_of_the_process(
     accelerator = None if found is None else torch.device(found)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: accelerator)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert str(distributed.own_device()) == pick_device(None) == pick_device("auto") == device
+    assert str(distributed.select_device()) == pick_device(None) == pick_device("auto") == device
     if found != "cuda":  # not available on this machine
         assert str(distributed.start()) == device
     if found not in ("cuda", None):

@@ -113,7 +113,7 @@ def test_ctrl_c_within_exec_exits_130(tmp_path: Path) -> None:
     ],
 )
 def test_closed_and_full_outputs_do_not_stop_the_command(redirection: str, status: int, stderr: str) -> None:
-    body = "print('one – ö'); _to_stderr('two')"
+    body = "print('one – ö'); _print_to_stderr('two')"
     command = ["sh", "-c", f'exec "$0" -c "$1" {redirection}', sys.executable, PROGRAM.format(body)]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)

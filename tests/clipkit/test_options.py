@@ -14,12 +14,12 @@ from clipkit.cli import (
     Parser,
     add_options,
     build_options,
-    command_parser,
+    build_parser,
     group,
-    number,
+    integers,
+    numbers,
     one_of,
     setting,
-    whole,
 )
 from clipkit.errors import ConfigError
 from clipkit.options import COMMANDS as CLIPKIT
@@ -31,7 +31,7 @@ from eval.options import COMMANDS as EVAL
 class Inner:
     """Options of a group."""
 
-    ratio: float = setting(0.5, "a ratio", number(0, 1))
+    ratio: float = setting(0.5, "a ratio", numbers(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +40,8 @@ class Every:
 
     first: str = setting(REQUIRED, "a word", positional=True)
     rest: tuple[str, ...] = setting((), "more words", positional=True)
-    count: int = setting(3, "a count", whole(-5, 1000))
-    limit: float | None = setting(None, "a limit", number(0, 1e6))
+    count: int = setting(3, "a count", integers(-5, 1000))
+    limit: float | None = setting(None, "a limit", numbers(0, 1e6))
     text: str = setting("", "a text, 100% of it")
     choice: str = setting("one", "a choice", one_of("one", "two"))
     path: Path | None = setting(None, "a file")
@@ -49,9 +49,9 @@ class Every:
     slow: bool = setting(True, "a flag", flag="--no-slow")
     upright: bool | None = setting(None, "a flag with an opposite")
     repeated: tuple[Path, ...] = setting((), "files")
-    listed: tuple[int, ...] = setting((1, 2), "numbers", whole(0, 99), listed=True)
-    separated: tuple[int, ...] | None = setting(None, "numbers", whole(0, 99), separated=True)
-    layers: bool | tuple[int, ...] = setting(False, "numbers or none", whole(0, 99), listed=True)
+    listed: tuple[int, ...] = setting((1, 2), "numbers", integers(0, 99), listed=True)
+    separated: tuple[int, ...] | None = setting(None, "numbers", integers(0, 99), separated=True)
+    layers: bool | tuple[int, ...] = setting(False, "numbers or none", integers(0, 99), listed=True)
     shown: bool | str = setting(False, "a word or none")
     inner: Inner = group(Inner, "a group")
     internal: int = 7
@@ -100,10 +100,47 @@ def test_options_are_parsed(first: str, rest: list[str], options: dict[str, tupl
     assert parse(arguments) == Every(**values)
 
 
+# others take the words that follow them
+SINGLE = {name: words for name, words in OPTIONS.items() if name not in ("listed", "layers", "shown")}
+
+
+@given(st.data(), WORDS, st.lists(WORDS), st.fixed_dictionaries({}, optional=SINGLE))
+def test_arguments_may_stand_between_options(
+    data: st.DataObject, first: str, rest: list[str], options: dict[str, tuple[Any, list[str]]]
+) -> None:
+    ordered = data.draw(st.permutations([words for _, words in options.values()] + [None] * len(rest)))
+    remaining = iter(rest)
+    arguments = [first]
+    for words in ordered:
+        arguments += [next(remaining)] if words is None else words
+    assert parse(arguments) == parse([first, *rest, *(word for words in ordered if words for word in words)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optional:
+    """The last argument can be left out."""
+
+    first: str = setting(REQUIRED, "a word", positional=True)
+    last: str = setting("", "another", positional=True)
+    fast: bool = setting(False, "a flag")
+
+
+def test_last_argument_may_follow_options() -> None:
+    parser = Parser(prog="optional")
+    add_options(parser, Optional)
+    parsed = build_options(Optional, vars(parser.parse_args(["a", "--fast", "b"])))
+    assert parsed == Optional(first="a", last="b", fast=True)
+    with pytest.raises(ConfigError, match="unrecognized arguments: b c"):
+        parser.parse_args(["a", "--fast", "b", "c"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "required: FIRST"),
+        (["a", "--path", "b", "--path", "c"], r"--path is given twice: b and c \(see every --help\)"),
+        (["--ratio", "0", "a", "--ratio=1"], "--ratio is given twice: 0.0 and 1.0"),
+        (["--shown", "--shown", "x", "--", "a"], "--shown is given twice: True and x"),
         (["a", "--count", "1001"], "--count: '1001' is not a whole number from -5 to 1,000"),
         (["a", "--choice", "three"], r"invalid choice: 'three' \(choose from 'one', 'two'\)"),
         (["a", "--separated", "1,,2"], "--separated: '' is not a whole number"),
@@ -138,7 +175,7 @@ def test_help_describes_values_and_defaults() -> None:
 
 def test_fixed_and_omitted_options_are_not_offered() -> None:
     command = Command(options=Every, run="math:sqrt", without=frozenset({"text"}), fixed={"count": 5})
-    parser = command_parser({"every": command}, prog="program")
+    parser = build_parser({"every": command}, prog="program")
     for option in ("--text", "--count"):
         with pytest.raises(ConfigError, match=r"unrecognized arguments: .* \(see program every --help\)"):
             parser.parse_args(["every", "a", f"{option}=1"])

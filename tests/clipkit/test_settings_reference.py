@@ -5,7 +5,14 @@ import tomllib
 
 import pytest
 
-from clipkit.config import Config, fits, section_fields, settings_reference, text_of, to_toml
+from clipkit.config import (
+    Config,
+    describe_setting,
+    get_valid_values,
+    section_fields,
+    settings_reference,
+    to_toml,
+)
 from clipkit.errors import ConfigError
 
 NAMED = re.compile(r"[a-z_.0-9]+ = ")
@@ -14,7 +21,7 @@ NAMED = re.compile(r"[a-z_.0-9]+ = ")
 def test_settings_have_an_explanation_and_a_valid_default() -> None:
     for entries in section_fields().values():
         for one in entries:
-            text, within = text_of(one), fits(one)
+            text, within = describe_setting(one), get_valid_values(one)
             assert len(text.split()) >= 2 and text.endswith((".", "}.")), one.name
             assert text[0].isupper() or text.startswith('"'), one.name
             assert within is None or within.holds(one.default), one.name

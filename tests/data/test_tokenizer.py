@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from clipkit import load
 from clipkit.config import LossConfig, ModelConfig, SmallConfig
 from clipkit.errors import ConfigError
-from clipkit.export.open_clip import obstacle
+from clipkit.export.open_clip import find_obstacle
 from clipkit.training.build import shape_of
 from data.shards.writer import DatasetWriter, Record
 from data.tokenizer import train_tokenizer
@@ -130,7 +130,7 @@ def test_training_stores_and_exports_the_tokenizer(pairs: Path, folder: Path, tm
     (tmp_path / "other" / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
     changed = run("train.py", *arguments, "steps=6", f"model.tokenizer={tmp_path / 'other'}")
     assert changed.returncode == 1 and changed.stderr.count("\n") == 1, changed.stderr
-    assert "tokenizer" in (obstacle(model) or "")
+    assert "tokenizer" in (find_obstacle(model) or "")
     done = run("-m", "clipkit", "export", tmp_path / "run", tmp_path / "exported", "--to", "transformers")
     assert done.returncode == 0, done.stderr
     model = load(tmp_path / "run")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files import FileLock, shown, sync, write_atomic
+from clipkit.files import FileLock, redact_url, sync_to_disk, write_atomic
 from clipkit.samples.remote.store import ShardFile, download, is_remote
 from clipkit.samples.remote.transfer import answered
 
@@ -310,15 +310,16 @@ class ShardCache:
                 received = self._receive(shard, part, ahead)
                 if earlier != received:
                     raise DataError(
-                        f"{shown(shard.url)}: the bytes differ from an earlier download (CRC-32 {received[1]:08x}, "
-                        f"before {earlier[1]:08x}) at the same size and version; remove {record} to accept them"
+                        f"{redact_url(shard.url)}: the bytes differ from an earlier download (CRC-32 "
+                        f"{received[1]:08x}, before {earlier[1]:08x}) at the same size and "
+                        f"version; remove {record} to accept them"
                     )
             if earlier is None:
                 size, crc = received
-                about = {"url": shown(shard.url), "version": shard.version, "size": size, "crc32": crc}
+                about = {"url": redact_url(shard.url), "version": shard.version, "size": size, "crc32": crc}
                 write_atomic(record, json.dumps(about) + "\n")
             part.replace(stem.with_suffix(".tar"))
-            sync(stem.parent)
+            sync_to_disk(stem.parent)
             fault.unlink(missing_ok=True)
         except DataError as error:
             with suppress(OSError):
@@ -338,14 +339,14 @@ class ShardCache:
                 raise _Closed
             if size > reserved or not reserved:
                 total = max(size, shard.size if shard.size >= 0 else min(size + _STEP, self.max_bytes))
-                self._reserve(part, total, called=shown(shard.url), urgent=ahead is None, has=reserved)
+                self._reserve(part, total, called=redact_url(shard.url), urgent=ahead is None, has=reserved)
                 reserved = total
 
         if shard.size >= 0:
             reserve(shard.size)
         crc = download(shard, part, reserve=reserve)
         os.utime(part)
-        sync(part)
+        sync_to_disk(part)
         return part.stat().st_size, crc
 
     def _reserve(self, part: Path, size: int, *, called: str, urgent: bool, has: int) -> None:

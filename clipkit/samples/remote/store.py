@@ -16,7 +16,7 @@ from typing import TypeVar
 from urllib.parse import urljoin, urlsplit
 
 from clipkit.errors import DataError
-from clipkit.files import name_order, replacing, shown, write_atomic
+from clipkit.files import name_order, redact_url, replacing, write_atomic
 from clipkit.samples.remote.transfer import (
     HUB_FORM,
     Attempts,
@@ -65,7 +65,7 @@ class ShardFile:
     @property
     def shown(self) -> str:
         """The URL for messages, without secrets."""
-        return shown(self.url)
+        return redact_url(self.url)
 
     @property
     def is_remote(self) -> bool:
@@ -108,7 +108,7 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
     sizes; only links into the same folder are used.
     """
     if protocol_of(url) == "pipe":
-        raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
+        raise DataError(f"{redact_url(url)}: a stream is not a folder that can be listed; name the shards")
     if protocol_of(url) in ("http", "https"):
         links = _links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/")
         entries = [(link, -1, "") for link in links]
@@ -179,9 +179,9 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
     if missing:
         form = f"; the form is {HUB_FORM}" if protocol_of(missing[0]) == "hf" else ""
         if len(urls) == 1:
-            raise DataError(f"{shown(missing[0])}: there is no such file{form}")
+            raise DataError(f"{redact_url(missing[0])}: there is no such file{form}")
         raise DataError(
-            f"{len(missing)} of {len(urls)} shards are missing, the first is {shown(missing[0])}{form}"
+            f"{len(missing)} of {len(urls)} shards are missing, the first is {redact_url(missing[0])}{form}"
         )
     return [file for file in files if file is not None]
 
@@ -219,7 +219,7 @@ def read_text(url: str, *, limit: int) -> str | None:
     if data is None:
         return None
     if len(data) > limit:
-        raise DataError(f"{shown(url)} is longer than {limit} bytes")
+        raise DataError(f"{redact_url(url)} is longer than {limit} bytes")
     return str(data, "utf-8", "replace")
 
 
@@ -258,7 +258,7 @@ def _check_same(shard: ShardFile, transfer: Transfer) -> None:
 
 
 def _changed(shard: ShardFile) -> DataError:
-    return DataError(f"{shown(shard.url)} has changed since it was indexed: restart to index it again")
+    return DataError(f"{redact_url(shard.url)} has changed since it was indexed: restart to index it again")
 
 
 def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | None = None) -> int:
@@ -375,7 +375,7 @@ class RangedBytes:
 
     def __init__(self, shard: ShardFile) -> None:
         if shard.size < 0:
-            raise DataError(f"{shown(shard.url)}: its size is unknown, so it cannot be read in parts")
+            raise DataError(f"{redact_url(shard.url)}: its size is unknown, so it cannot be read in parts")
         self._shard = shard
         self._start = 0
         self._block = b""

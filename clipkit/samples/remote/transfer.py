@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import quote
 
 from clipkit.errors import DataError
-from clipkit.files import shown
+from clipkit.files import redact_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -203,15 +203,15 @@ class Attempts:
             wait = min(max(wait * _random.uniform(0.5, 1.0), error.wait), PATIENCE.longest_wait)
         if last or now - since + wait > limit:
             message = f"{error}; gave up after {tries} tries in {now - since:.0f} s"
-            raise Unreachable(f"{shown(self._url)}: {message}") from None
+            raise Unreachable(f"{redact_url(self._url)}: {message}") from None
         if self._failures > _QUIET_FAILURES:
-            _log.warning("%s: %s; trying again in %.1f s", shown(self._url), error, wait)
+            _log.warning("%s: %s; trying again in %.1f s", redact_url(self._url), error, wait)
         time.sleep(wait)
 
     def give_up(self, message: str) -> NoReturn:
         """Raise a one-line error."""
         raise DataError(
-            f"{shown(self._url)}: {message}"
+            f"{redact_url(self._url)}: {message}"
         ) from None  # a library's error may contain the signed URL
 
 

@@ -9,8 +9,8 @@ import torch
 import clipkit
 from clipkit.errors import ConfigError
 from clipkit.export import export
-from clipkit.export.checks import normalized
-from clipkit.export.timm import timm_name
+from clipkit.export.checks import normalize_pixels
+from clipkit.export.timm import select_timm_model
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.clip import create
 from clipkit.model.names import from_open_clip
@@ -121,7 +121,7 @@ def test_timm_export(kind: str, paths: list[Path], tmp_path: Path) -> None:
     data: Any = timm.data
     transform = data.create_transform(**data.resolve_model_data_config(theirs), is_training=False)
     pixels = torch.stack([transform(image) for image in rgb])
-    expected = normalized(preprocess_images(rgb, model.preprocess), model)
+    expected = normalize_pixels(preprocess_images(rgb, model.preprocess), model)
     assert apart(pixels, expected) <= 1e-6
     features = model.encode_image(pixels, normalize=False)
     assert apart(theirs(pixels), features) <= 1e-5 * max(1.0, float(features.norm(dim=-1).max()))
@@ -134,8 +134,8 @@ def test_published_shapes_have_timm_names() -> None:
         ("ViT-L-14-336", "vit_large_patch14_clip_336"),
         ("ViT-H-14", "vit_huge_patch14_clip_224"),
     ):
-        assert timm_name(ARCHITECTURES[name]) == (wanted, {})
-    name, arguments = timm_name(ARCHITECTURES["ViT-S-32"])
+        assert select_timm_model(ARCHITECTURES[name]) == (wanted, {})
+    name, arguments = select_timm_model(ARCHITECTURES["ViT-S-32"])
     assert name == "vit_base_patch32_clip_224" and arguments["embed_dim"] == 384
 
 

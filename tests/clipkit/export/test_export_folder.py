@@ -18,7 +18,7 @@ from clipkit.__main__ import dispatch
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import EXPORTS, export, write as exporting
-from clipkit.export.model_card import KnownScore, Source, source_of
+from clipkit.export.model_card import KnownScore, Source, find_source
 from clipkit.export.write import run_export
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, BagOfWords, TextTower, VisionTower
@@ -120,7 +120,7 @@ def held(*arguments, **more):
     sys.stdin.read()
     return original(*arguments, **more)
 
-module, name = (write, "_write") if sys.argv[1] == "export" else (checkpoint, "save_file")
+module, name = (write, "_write_targets") if sys.argv[1] == "export" else (checkpoint, "save_file")
 original = getattr(module, name)
 setattr(module, name, held)
 sys.exit(dispatch(sys.argv[1:]))
@@ -316,8 +316,8 @@ def checkpoint(model: CLIP, tmp_path: Path) -> Path:
 
 
 def test_source_has_run_step_configuration_and_scores(checkpoint: Path, tmp_path: Path) -> None:
-    source = source_of(clipkit.load(tmp_path / "my-run"))
-    assert source == source_of(clipkit.load(checkpoint))
+    source = find_source(clipkit.load(tmp_path / "my-run"))
+    assert source == find_source(clipkit.load(checkpoint))
     assert (source.run, source.step) == ("my-run", 7)
     assert source.config == to_toml(Config(out=str(tmp_path / "my-run"))).strip()
     assert [(score.dataset, score.metric, score.value) for score in source.scores] == [
@@ -325,9 +325,9 @@ def test_source_has_run_step_configuration_and_scores(checkpoint: Path, tmp_path
         ("a|b\n# c", "acc5", 1),
     ]
     checkpoint.rename(tmp_path / "alone")
-    alone = source_of(clipkit.load(tmp_path / "alone"))
+    alone = find_source(clipkit.load(tmp_path / "alone"))
     assert (alone.run, alone.step, alone.scores) == ("alone", 7, ())
-    assert source_of(create(SHAPE)) == Source()
+    assert find_source(create(SHAPE)) == Source()
 
 
 @pytest.mark.parametrize("damaged", ["state.json", "config.toml", "results.jsonl"])
@@ -338,7 +338,7 @@ def test_damaged_files_only_omit_their_content_from_the_source(
     loaded = clipkit.load(run_folder)
     path = checkpoint / damaged if (checkpoint / damaged).exists() else run_folder / damaged
     path.write_bytes(b"\xff\x00 [[[" * 100_000)
-    source = source_of(loaded)
+    source = find_source(loaded)
     assert source.run == "my-run" and not (source.scores and source.config)
 
 

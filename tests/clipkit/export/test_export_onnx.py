@@ -13,8 +13,8 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import export, onnx as export_onnx
-from clipkit.export.checks import normalized
-from clipkit.export.model_card import KnownScore, Source, model_card
+from clipkit.export.checks import normalize_pixels
+from clipkit.export.model_card import KnownScore, Source, render_card
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import preprocess_images
@@ -52,7 +52,7 @@ def test_onnx_export(everything: tuple[CLIP, Path], paths: list[Path]) -> None:
     model, out = everything
     config = json.loads((out / "onnx_config.json").read_text())
     visual, textual = (onnxruntime.InferenceSession(out / config[kind]["file"]) for kind in ("image", "text"))
-    pixels = normalized(preprocess_images(paths * 2, model.preprocess), model)
+    pixels = normalize_pixels(preprocess_images(paths * 2, model.preprocess), model)
     images = clipkit.encode_image(paths * 2, model)
     for batch in (1, 3, 8):
         found = visual.run(["image_embeds"], {"pixel_values": pixels[:batch].numpy()})[0]
@@ -148,7 +148,7 @@ def test_int8_export(paths: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
     assert "cosine similarity of embeddings" in (out / "README.md").read_text()
     score = KnownScore(dataset="d", task="t", metric="acc1", value=0.5, n=9, low=0.4, high=0.6)
     for target in ("onnx", "onnx-int8"):
-        card = model_card(model, {target: {}}, Source(scores=(score,)), name="a")
+        card = render_card(model, {target: {}}, Source(scores=(score,)), name="a")
         assert ("were measured before quantization" in card) == (target == "onnx-int8")
     made = clipkit.load(out)
     assert made.origin == f"ONNX export {out} (int8)"

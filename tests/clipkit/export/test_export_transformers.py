@@ -13,7 +13,7 @@ from torch import Tensor
 import clipkit
 from clipkit.errors import ConfigError
 from clipkit.export import export
-from clipkit.export.checks import normalized
+from clipkit.export.checks import normalize_pixels
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import preprocess_images
@@ -72,7 +72,7 @@ def test_transformers_export(plain: tuple[CLIP, Path], rgb: list[Image.Image]) -
     processor = AutoProcessor.from_pretrained(out)
     assert isinstance(processor, CLIPProcessor) and isinstance(AutoModel.from_pretrained(out), CLIPModel)
     inputs = processor(text=ASCII, images=rgb, return_tensors="pt", padding=True, truncation=True)
-    pixels = normalized(preprocess_images(rgb, model.preprocess), model)
+    pixels = normalize_pixels(preprocess_images(rgb, model.preprocess), model)
     found = theirs(**{**inputs, "pixel_values": pixels})
     images, texts = clipkit.encode_image(rgb, model), clipkit.encode_text(ASCII, model)
     assert apart(found.image_embeds, images) <= 1e-5
@@ -99,7 +99,7 @@ def beside(images: list[Image.Image], model: CLIP) -> Tensor:
         wide, high = (max(size, int(size * side / min(image.size))) for side in image.size)
         left, top = (wide - size) // 2, (high - size) // 2
         crops.append(image.resize((wide, high), resample).crop((left, top, left + size, top + size)))
-    return normalized(preprocess_images(crops, model.preprocess), model)
+    return normalize_pixels(preprocess_images(crops, model.preprocess), model)
 
 
 def unpadded(ids: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def test_squash_resize_is_exported(rgb: list[Image.Image], tmp_path: Path) -> No
     export(model, tmp_path / "out", to=["transformers"])
     found = AutoProcessor.from_pretrained(tmp_path / "out")(images=rgb, return_tensors="pt")
     steps = torch.tensor(model.preprocess.std).view(3, 1, 1) * 255
-    expected = normalized(preprocess_images(rgb, model.preprocess), model)
+    expected = normalize_pixels(preprocess_images(rgb, model.preprocess), model)
     assert apart(found["pixel_values"] * steps, expected * steps) <= 1 + 1e-3
 
 

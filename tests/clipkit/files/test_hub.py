@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.errors import ConfigError
-from clipkit.files.hub import from_hub
+from clipkit.files.hub import convert_hub_errors
 from clipkit.model.names import create_architecture, from_open_clip
 from clipkit.model.tokenizer import LibraryTokenizer
 
@@ -71,10 +71,10 @@ def test_libraries_stay_online_if_the_hub_answers(
     from huggingface_hub import constants
 
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", refusing)
-    with from_hub("somebody/something"):
+    with convert_hub_errors("somebody/something"):
         assert constants.HF_HUB_OFFLINE is False
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", NOWHERE)
-    with from_hub(str(tmp_path)):  # a folder needs no connection
+    with convert_hub_errors(str(tmp_path)):  # a folder needs no connection
         assert constants.HF_HUB_OFFLINE is False
-    with from_hub("somebody/something"):
+    with convert_hub_errors("somebody/something"):
         assert constants.HF_HUB_OFFLINE is True

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import clipkit
-from clipkit.files.open_clip import config_files, vocabulary_file, without_image_tower
+from clipkit.files.open_clip import config_files, lacks_image_tower, vocabulary_file
 
 REPOSITORY = Path(__file__).parents[3]
 AUDIO = {"embed_dim": 512, "audio_cfg": {"sample_rate": 48000}, "text_cfg": {"context_length": 77}}
@@ -33,6 +33,21 @@ for name in ("CLAP-made-up", "CLAP-made-up-quickgelu", "Registered-made-up"):
         create("open_clip:" + name)
     except ConfigError as error:
         print(error)
+"""
+
+REGISTRY = """
+import sys
+from clipkit.files.open_clip import published_tags, published_weights
+
+before = {tag: published_weights("ViT-B-32", tag) for tag in published_tags("ViT-B-32")}
+assert {"open_clip", "transformers", "torchvision", "timm"}.isdisjoint(sys.modules)
+import open_clip
+
+tags = open_clip.list_pretrained_tags_by_model("ViT-B-32")
+assert before == {tag: open_clip.get_pretrained_cfg("ViT-B-32", tag) for tag in tags}
+open_clip.pretrained._PRETRAINED["mine"] = {"tag": {"url": "x"}}
+assert published_tags("mine") == ["tag"]
+print(len(before))
 """
 
 
@@ -60,13 +75,19 @@ def test_only_one_file_imports_open_clip() -> None:
     assert using == [Path("clipkit/files/open_clip.py")]
 
 
+def test_published_weights_are_looked_up_without_importing_open_clip() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTRY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10
+
+
 @pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
 def test_config_files_equal_the_models_of_open_clip() -> None:
     import open_clip
 
     assert config_files().keys() == set(open_clip.list_models())
     assert vocabulary_file().is_file()
-    assert not without_image_tower("RN50") and not without_image_tower("no such name")
+    assert not lacks_image_tower("RN50") and not lacks_image_tower("no such name")
 
 
 def test_configuration_without_image_tower_is_not_listed(tmp_path: Path) -> None:

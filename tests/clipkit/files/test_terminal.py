@@ -1,9 +1,9 @@
-"""Tests of ``without_secrets``, which removes secrets from a configuration."""
+"""Tests of ``redact_secrets``, which removes secrets from a configuration."""
 
 import tomllib
 
 from clipkit.config import Config, DataConfig, to_toml
-from clipkit.files.terminal import without_secrets
+from clipkit.files.terminal import redact_secrets
 
 
 def test_configuration_without_secrets_is_valid_toml() -> None:
@@ -16,7 +16,7 @@ def test_configuration_without_secrets_is_valid_toml() -> None:
     config = Config(
         data=DataConfig(train=sources, filters=("width >= 256",), caption_prefix='say "a\\b"'), out="runs/x"
     )
-    text = without_secrets(to_toml(config))
+    text = redact_secrets(to_toml(config))
     assert "Zq" not in text
     data = tomllib.loads(text)["data"]
     assert data["train"][0] == "https://host/a/{00000..00003}.tar"

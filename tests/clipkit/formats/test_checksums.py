@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.formats import checkpoint
-from clipkit.formats.checkpoint import checksum
+from clipkit.formats.checkpoint import compute_checksum
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_checksum_is_the_crc_of_the_crcs_of_chunks(size: int, tmp_path: Path) ->
     for threads in (0, 1, 3):
         path = tmp_path / f"{threads}"
         path.write_bytes(content)
-        assert checksum(path, threads=threads) == f"{want:08x}"
+        assert compute_checksum(path, threads=threads) == f"{want:08x}"
 
 
 def test_checksum_detects_changed_and_swapped_bytes(tmp_path: Path) -> None:
@@ -36,5 +36,5 @@ def test_checksum_detects_changed_and_swapped_bytes(tmp_path: Path) -> None:
     found = set()
     for number, one in enumerate([content, *changed]):
         (tmp_path / str(number)).write_bytes(one)
-        found.add(checksum(tmp_path / str(number)))
+        found.add(compute_checksum(tmp_path / str(number)))
     assert len(found) == 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.formats.open_clip import common_preprocess, fitting_names
+from clipkit.formats.open_clip import find_architectures, find_common_preprocess
 from clipkit.model import names
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.names import OPEN_CLIP, open_clip_config
@@ -194,7 +194,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_by_name_are_preprocessed_as_the_published_ones(name: str) -> None:
-    settings, note = common_preprocess(OPEN_CLIP + name)
+    settings, note = find_common_preprocess(OPEN_CLIP + name)
     assert not note
     preprocess = Preprocess.from_dict({"image_size": 224, **settings})
     assert {key: getattr(preprocess, key) for key in PUBLISHED[name]} == PUBLISHED[name]
@@ -206,7 +206,7 @@ def test_differing_or_unknown_preprocessing_is_named() -> None:
 
     notes = {}
     for name in open_clip.list_models():
-        settings, note = common_preprocess(OPEN_CLIP + name)
+        settings, note = find_common_preprocess(OPEN_CLIP + name)
         tags = open_clip.list_pretrained_tags_by_model(name)
         if tags and not note:
             for tag in tags:
@@ -343,10 +343,10 @@ def test_fitting_names_are_found_by_shape(name: str) -> None:
         tensors = open_clip.CLIP(**open_clip_config(name)).state_dict()
     own = name if name in ARCHITECTURES else OPEN_CLIP + name
     other = own + "-quickgelu"
-    names = fitting_names(tensors)
+    names = find_architectures(tensors)
     assert own in names and (other in names) == (other in ARCHITECTURES or name.startswith("RN"))
     longer = {**tensors, "positional_embedding": tensors["positional_embedding"][:50]}
-    assert own in fitting_names(longer)  # the closest, even with another text length
+    assert own in find_architectures(longer)  # the closest, even with another text length
 
 
 @pytest.mark.parametrize("kind", ["ViT", "ViT with QuickGELU", "ResNet", "ConvNeXt", "SigLIP", "CoCa"])

@@ -18,7 +18,7 @@ import clipkit
 from clipkit.config import Config
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
-from clipkit.formats.transformers import to_transformers, transformers_configs
+from clipkit.formats.transformers import build_configs, to_transformers
 from clipkit.model.clip import create
 from clipkit.model.names import create_architecture, from_open_clip
 from clipkit.model.preprocess import preprocess_images
@@ -74,7 +74,7 @@ def transformers_folder(folder: Path) -> tuple[Path, str]:
 
     file, name = training_checkpoint(folder)
     ours = clipkit.load(file, name=name)
-    theirs = CLIPModel(CLIPConfig(**transformers_configs(ours.architecture, ours.preprocess)["config.json"]))
+    theirs = CLIPModel(CLIPConfig(**build_configs(ours.architecture, ours.preprocess)["config.json"]))
     theirs.load_state_dict(to_transformers(ours.state_dict()))
     theirs.save_pretrained(folder / "theirs")
     return folder / "theirs", ""

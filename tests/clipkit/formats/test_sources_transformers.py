@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import clipkit
 from clipkit.errors import CheckpointError
 from clipkit.formats.transformers import (
+    build_configs,
     from_transformers,
     preprocess_from_transformers,
     to_transformers,
-    transformers_configs,
 )
 from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
 from clipkit.model.preprocess import preprocess_images
@@ -265,7 +265,7 @@ def test_round_trip_through_transformers_is_exact(
         quick_gelu=quick_gelu,
     )
     ours = clipkit.create(shape, seed=0).eval()
-    configs = transformers_configs(shape, ours.preprocess)
+    configs = build_configs(shape, ours.preprocess)
     config = CLIPConfig(**configs["config.json"])
     theirs = CLIPModel(config).eval()
     missing, unexpected = theirs.load_state_dict(to_transformers(ours.state_dict()), strict=True)

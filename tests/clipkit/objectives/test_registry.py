@@ -54,7 +54,7 @@ def test_declared_settings_are_parsed_selected_and_stored(margin: float, weight:
     )
     assert select_objective(config) == Margin(margin=margin)
     assert select_terms(config) == {"noise": Noise(weight=weight, width=width)} == config.terms
-    assert config.noise.width == width and config.margin.margin == margin
+    assert config.objectives["noise"].width == width and config.objectives["margin"].margin == margin
     settings = to_toml(config, differing_from=Config())
     assert f"[margin]\nmargin = {margin}" in settings or margin == 0.2
     assert load([]) != config

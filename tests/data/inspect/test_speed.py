@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from clipkit.cli import build_options, command_parser
+from clipkit.cli import build_options, build_parser
 from clipkit.config import DataConfig
 from clipkit.errors import ConfigError, run_command
 from clipkit.samples.traits import Decoding
@@ -31,7 +31,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def parse(words: list[str]) -> SpeedOptions:
-    return build_options(SpeedOptions, vars(command_parser(COMMANDS, prog="data").parse_args(words)))
+    return build_options(SpeedOptions, vars(build_parser(COMMANDS, prog="data").parse_args(words)))
 
 
 @pytest.fixture(scope="module", autouse=True)

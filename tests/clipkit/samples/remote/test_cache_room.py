@@ -44,7 +44,7 @@ def test_size_limit_holds_for_any_sequence(draws: st.DataObject) -> None:
         patch.setattr(shard_cache, "download", download)
         patch.setattr(shard_cache, "_STEP", draws.draw(st.sampled_from([1, 7])))
         patch.setattr(shard_cache, "_POLL_SECONDS", 0.001)
-        patch.setattr(shard_cache, "sync", lambda _: None)
+        patch.setattr(shard_cache, "sync_to_disk", lambda _: None)
         for number in draws.draw(st.lists(st.integers(0, len(sizes) - 1), max_size=20)):
             if draws.draw(st.booleans()):
                 cache = pickle.loads(pickle.dumps(cache))
