@@ -86,7 +86,7 @@ def report(options: ReportOptions) -> int:
     from clipkit.files import write_page
     from eval.report.comparison_page import build_comparison
     from eval.report.tables import Facts, as_csv, as_latex, as_markdown
-    from eval.results.records import whole
+    from eval.results.records import parse_integer
     from eval.results.table import read_table
 
     printed = [form for form, path in tables.items() if str(path) == "-"]
@@ -101,7 +101,7 @@ def report(options: ReportOptions) -> int:
         )
     counts: dict[str, set[object]] = {}
     for line in (line for file in files for line in read_results(file)):
-        counts.setdefault(str(line["dataset"]), set()).add(whole(line.get("n")))
+        counts.setdefault(str(line["dataset"]), set()).add(parse_integer(line.get("n")))
     datasets = [name for name, own in counts.items() if is_of_card(name, own)]
     published, suites, primary = published_scores(datasets), suites_of(datasets), primary_metrics(datasets)
     log = sys.stderr if printed else sys.stdout  # a printed table may be piped into another program

@@ -180,9 +180,9 @@ _TASK_OPTIONS = frozenset(field.name for field in fields(Options)) - {"seed"}
 def _options_of_others(task: Task) -> frozenset[str]:
     """Return the options that have no effect on a task."""
     others = _TASK_OPTIONS - {*task.depends_on, *task.other_options}
-    if not task.by_prompts:
+    if not task.uses_prompts:
         others |= {"prompts"}
-    if not task.in_languages:
+    if not task.scores_languages:
         others |= {"language"}
     return others
 

@@ -25,7 +25,7 @@ from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.results.details import take_snapshot
 from eval.results.records import write_details, write_snapshot
 from eval.results.scores import PREFIX, Score, append_results, provenance, read_results, time_now, weights_id
-from eval.tasks import TASKS, Options, Task, task_of
+from eval.tasks import TASKS, Options, Task, get_task
 from eval.tasks.subject import Outcome, Subject
 
 _LABELED = "of the built-in datasets, emoji and cues have a train split with labels"
@@ -47,9 +47,9 @@ def check_tasks(
     """
     chosen = dataset.tasks if tasks is None else tuple(tasks)
     for name in chosen:
-        task = task_of(name)
+        task = get_task(name)
         task.check(dataset)
-        for texts in task.texts_of(by_class_names(dataset), classes) if classes else ():
+        for texts in task.select_texts(by_class_names(dataset), classes) if classes else ():
             try:
                 ClassTokenizer(names=tuple(classes))(texts)
             except DataError as error:
@@ -206,7 +206,10 @@ def run_model(
                 check_tasks(subject.dataset, [task], classes=classes)
                 TASKS[task].check_model(model)
                 facts = {**provenance(model, subject.dataset, weights=""), **origin}
-                facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
+                facts |= {
+                    "options": options.describe_options(task),
+                    "inputs": _inputs(subject, task, options),
+                }
             except (ConfigError, DataError) as error:
                 scored.trouble.append(error)
             else:
@@ -283,11 +286,11 @@ def _run_tasks(
 
 def _texts(task: str, dataset: EvalDataset, classes: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the texts that a task encodes, in all languages."""
-    if not (dataset.languages and TASKS[task].in_languages):
-        yield from TASKS[task].texts_of(dataset, classes)
+    if not (dataset.languages and TASKS[task].scores_languages):
+        yield from TASKS[task].select_texts(dataset, classes)
         return
     for language in dataset.languages:
-        yield from TASKS[task].texts_of(dataset.in_language(language)[0])
+        yield from TASKS[task].select_texts(dataset.in_language(language)[0])
 
 
 _Outcomes = list[tuple[dict[str, Any], Outcome]]
@@ -297,8 +300,8 @@ def _run_task(work: _Work, options: Options) -> _Outcomes:
     """Run a task, also with prefixes of the embedding if there are any; return provenance and outcomes."""
     task = TASKS[work.task]
     outcomes = _in_languages(task, work.subject, options)
-    for dim in options.dims if task.of_prefixes else ():
-        subject = work.subject.of_prefix(dim)
+    for dim in options.dims if task.scores_prefixes else ():
+        subject = work.subject.select_prefix(dim)
         for facts, outcome in _in_languages(task, subject, replace(options, details=False)):
             scores = [
                 replace(one, setting=f"dim {dim}{', ' * bool(one.setting)}{one.setting}")
@@ -311,11 +314,11 @@ def _run_task(work: _Work, options: Options) -> _Outcomes:
 def _in_languages(task: Task, whole: Subject, options: Options) -> _Outcomes:
     """Run a task, in each language if the dataset has several, and average; return provenance and outcomes."""
     languages = whole.dataset.languages
-    if not (languages and task.in_languages):
+    if not (languages and task.scores_languages):
         return [({}, task.run(whole, options))]
     outcomes = _Outcomes()
     for language in languages:
-        subject = whole.in_language(language)
+        subject = whole.select_language(language)
         outcome = task.run(subject, options)
         details = [replace(one, setting=language) for one in outcome.details]
         facts = provenance(subject.encoder.model, subject.dataset, weights="")
@@ -352,7 +355,7 @@ def _inputs(subject: Subject, task: str, options: Options) -> str:
         Unavailable: the task learns from a split that the dataset does not have.
         DataError: that split is damaged.
     """
-    known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
+    known = [subject.metrics, subject.dataset.superclasses, options.describe_options(task)]
     digest = hashlib.sha256(json.dumps(known).encode())
     splits, name = [subject.dataset], subject.dataset.name
     if TASKS[task].learns:

@@ -19,7 +19,7 @@ import msgspec
 
 from clipkit.errors import DataError, nearest
 from clipkit.files import counted, prompt_list
-from eval.metrics import METRICS, metric_of
+from eval.metrics import METRICS, get_metric
 from eval.tasks import TASKS
 
 DATASETS = Path(__file__).parent  # clipkit's own cards
@@ -70,7 +70,7 @@ class MetricKind:
         )
 
     def _fits(self, name: str, task_name: str) -> bool:
-        metric, task = metric_of(name), TASKS[task_name]
+        metric, task = get_metric(name), TASKS[task_name]
         assert metric is not None
         if task.fits != "labels":
             # scores on cards are fractions

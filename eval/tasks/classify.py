@@ -12,7 +12,7 @@ from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import indistinguishable_classes, token_numbers
 from eval.datasets.dataset import EvalDataset, labels_of, some
-from eval.metrics import METRICS, Answers, metric_of
+from eval.metrics import METRICS, Answers, get_metric
 from eval.results.details import zero_shot_details
 from eval.results.scores import Score
 from eval.tasks import Options
@@ -29,7 +29,7 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
     multi_label, classes = labels_of(dataset).dim() == 2, len(dataset.class_names)
     kind = "multi-label" if multi_label else "one-label"
     chosen = [
-        name for name in metrics if (own := metric_of(name)) and own.kind in ("one-label", "multi-label")
+        name for name in metrics if (own := get_metric(name)) and own.kind in ("one-label", "multi-label")
     ]
     if not chosen:
         return tuple(
@@ -41,7 +41,7 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
             and (not own.column or own.column in dataset.metadata)
         )
     for name in chosen:
-        own = metric_of(name)
+        own = get_metric(name)
         assert own is not None
         if own.kind != kind:
             labels, other = ("several labels", "one") if multi_label else ("one label", "several")

@@ -268,7 +268,7 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process trains in a folder; create it if it does not exist.
 
     Raises:
@@ -351,7 +351,7 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
         device=subject.device,
     )
     metric = tuning_metric(metrics if subject.metrics else (), labels_of(dataset))
-    with only_one(folder):
+    with lock_folder(folder):
         training.prepare(head, names, learn, tune)
         rate = rates[0] if len(rates) == 1 else _best(training, head, rates, metric, dataset.name)
         run = training.final(head, rate, f"fine-tuning on {dataset.name} at rate {rate:g}, for the test")

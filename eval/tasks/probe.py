@@ -125,7 +125,7 @@ def learn_and_tune(
     if val is not None:
         _labels_like(dataset, val)
         return (train, None), (val, None), "val"
-    learn, tune = carve(labels, revision=train.revision, seed=seed)
+    learn, tune = carve_validation(labels, revision=train.revision, seed=seed)
     if not len(tune):
         raise NothingToTuneOn(
             f"dataset {train.name} has no val split, and no class of {train.split} can spare an image for one"
@@ -149,7 +149,7 @@ def draw_examples(train: EvalDataset, examples: int, seed: int) -> Tensor:
     return _shuffled(torch.arange(len(labels_of(train))), f"{train.revision} {seed} examples")[:examples]
 
 
-def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
+def carve_validation(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
     """Split a training set into four fifths to learn from and one fifth to tune on.
 
     Each class gives a fifth of its images, at least one unless it has a single image. With several labels per
@@ -203,7 +203,7 @@ _COMPARED = 1e-3  # tolerance of the fits that are compared
 _BLOCK = 1 << 14  # rows at a time, when C is chosen
 
 
-def penalty_of(step: int) -> float:
+def get_penalty(step: int) -> float:
     """Return λ of a step of 0 … 96: 1e-6 … 1e6."""
     return float(10 ** (step / 8 - 6))
 
@@ -242,7 +242,7 @@ class LinearSweep:
     unconverged: tuple[float, ...]
 
 
-def sweep(
+def sweep_penalties(
     train: Rows,
     train_labels: Tensor,
     val: Rows,
@@ -276,14 +276,14 @@ def sweep(
     def value_at(step: int) -> float:
         nearest = min(fits, key=lambda other: (abs(other - step), other), default=None)
         start = None if nearest is None else fits[nearest]
-        fit = fits[step] = problem.fit(1 / penalty_of(step), start=start, tolerance=_COMPARED)
+        fit = fits[step] = problem.fit(1 / get_penalty(step), start=start, tolerance=_COMPARED)
         tried[fit.C] = _value(metric, val, val_labels, fit.classifier(), device)
         return tried[fit.C]
 
     step = halving_search(value_at)
     if refit:
         problem = LogisticProblem(train + val, torch.cat([train_labels, val_labels]), classes, device=device)
-    fit = problem.fit(1 / penalty_of(step), start=fits[step])
+    fit = problem.fit(1 / get_penalty(step), start=fits[step])
     unconverged = tuple(one.C for one in fits.values() if not one.converged)
     return LinearSweep(fit=fit, tried=tried, unconverged=unconverged)
 
@@ -377,7 +377,7 @@ def _probe(subject: Subject, layer: int | None, seed: int, examples: int) -> Lin
 
     metric = tuning_metric(metrics if subject.metrics else (), labels_of(train))
     try:
-        found = sweep(
+        found = sweep_penalties(
             *part(learn), *part(tune), len(dataset.class_names), metric=metric, device=subject.device
         )
     except DataError as error:
@@ -493,7 +493,7 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
 def _tuned_on_val(subject: Subject, features: Tensor, labels: Tensor) -> Tensor:
     val = training_split(subject, "val", "the choice of C")
     named = fitting_metrics(subject.dataset, subject.metrics) if subject.metrics else ()
-    found = sweep(
+    found = sweep_penalties(
         Rows(features),
         labels,
         Rows(subject.images("val").before_projection),
@@ -642,7 +642,7 @@ def nearest_neighbours(
     return Neighbours(similarity=similarity, index=index)
 
 
-def votes(
+def count_votes(
     neighbours: Neighbours, labels: Tensor, classes: int, k: int, *, temperature: float | None = TEMPERATURE
 ) -> Tensor:
     """Return each class's fraction of the votes, (Q, C) float32.
@@ -692,7 +692,7 @@ def knn(subject: Subject, options: Options) -> Outcome:
     scores: list[Score] = []
     for k in possible:
         for setting, temperature in ((f"k={k}", TEMPERATURE), (f"k={k} plain", None)):
-            fractions = votes(found, labels, classes, k, temperature=temperature)
+            fractions = count_votes(found, labels, classes, k, temperature=temperature)
             answers = Answers(dataset, fractions, identity, 1.0, subject.device)
             scores += classification_scores(answers, task="knn", metrics=metrics, setting=setting)
     return Outcome(scores=scores)

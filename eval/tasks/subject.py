@@ -16,7 +16,7 @@ from torch import Tensor
 from clipkit.samples import MissingSplit
 from eval.datasets.dataset import EvalDataset, by_class_names
 from eval.features.encoder import Encoder, ImageFeatures
-from eval.metrics import Metric, metric_of
+from eval.metrics import Metric, get_metric
 from eval.results.records import Details
 from eval.results.scores import Score
 
@@ -53,7 +53,7 @@ def metric_scores(
     """
     scores = []
     for name in names:
-        metric = cast(Metric[object] | None, metric_of(name))
+        metric = cast(Metric[object] | None, get_metric(name))
         assert metric is not None, name
         found = metric.function(inputs)
         if found is not None:
@@ -146,13 +146,13 @@ class Subject:
         columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
         return ImageFeatures(columns.__getitem__)
 
-    def of_prefix(self, dim: int) -> "Subject":
+    def select_prefix(self, dim: int) -> "Subject":
         """Return the subject with the first ``dim`` elements of each feature; nothing is encoded again."""
         one = copy(self)
         one.encoder, one._images = self.encoder.of_prefix(dim), {}
         return one
 
-    def in_language(self, name: str) -> "Subject":
+    def select_language(self, name: str) -> "Subject":
         """Return the subject with the texts of one language; images are encoded once for all languages."""
         dataset, rows = self.dataset.in_language(name)
         one, images = copy(self), self.images()
