@@ -22,27 +22,27 @@ from clipkit.model import keep_memory
 from clipkit.samples.remote import cache_folder
 from eval.compare import (
     Check,
-    checks_of,
-    expected_of,
-    find_known,
-    known_tasks,
-    nothing_checked,
+    check_scores,
+    explain_no_checks,
+    list_expected,
+    list_expected_tasks,
+    open_expected,
     print_checks,
 )
 from eval.datasets import Card, card_names, load_card, load_suite, suite_names
 from eval.datasets.catalog import (
-    card_lines,
     cards_in_no_suite,
-    is_of_card,
+    describe_card,
+    matches_card,
     paper_differences,
     primary_metrics,
     published_scores,
-    suites_of,
+    select_suites,
 )
 from eval.datasets.dataset import EvalDataset
-from eval.datasets.targets import Target, find_named, find_suites, select_languages
+from eval.datasets.targets import Target, open_available, open_suites, select_languages
 from eval.features.encoder import Ranks
-from eval.features.image_models import TIMM, load_image_model, no_text_tower
+from eval.features.image_models import TIMM, load_image_model, text_tower_error
 from eval.options import (
     CompareOptions,
     ListOptions,
@@ -56,7 +56,7 @@ from eval.readers import Members
 from eval.report.terminal import score_table
 from eval.results.scores import check_appendable, read_results, weights_id
 from eval.run import Scored, check_tasks, run_model
-from eval.soup import greedy_soup, held_out
+from eval.soup import greedy_soup, select_held_out
 from eval.tasks import TASKS
 
 _OUTPUTS = {
@@ -102,8 +102,12 @@ def report(options: ReportOptions) -> int:
     counts: dict[str, set[object]] = {}
     for line in (line for file in files for line in read_results(file)):
         counts.setdefault(str(line["dataset"]), set()).add(parse_integer(line.get("n")))
-    datasets = [name for name, own in counts.items() if is_of_card(name, own)]
-    published, suites, primary = published_scores(datasets), suites_of(datasets), primary_metrics(datasets)
+    datasets = [name for name, own in counts.items() if matches_card(name, own)]
+    published, suites, primary = (
+        published_scores(datasets),
+        select_suites(datasets),
+        primary_metrics(datasets),
+    )
     log = sys.stderr if printed else sys.stdout  # a printed table may be piped into another program
     if options.out is not None or not tables:
         out = options.out or files[0].with_name("scores.html")  # report.html is the page of a run
@@ -170,7 +174,7 @@ def list_datasets(options: ListOptions) -> int:
     """List suites and their datasets, or print a dataset's card."""
     console = Console(highlight=False)
     if options.suite in card_names():
-        for line in card_lines(options.suite):
+        for line in describe_card(options.suite):
             console.print(line, markup=False, soft_wrap=True)
         return 0
     if options.suite is not None and options.suite not in suite_names():
@@ -214,7 +218,7 @@ def score(options: ScoreOptions) -> int:
             raise ConfigError("no dataset given: use --data or --suite")
         _check_towers(options.model, tasks)
         members = Members(image=options.image, captions=options.captions)
-        named, broken = find_named(
+        named, broken = open_available(
             options.data, root=options.data_root, prompts=options.prompts, members=members
         )
         if not named and not options.suite:
@@ -223,7 +227,7 @@ def score(options: ScoreOptions) -> int:
         _print_trouble(broken)
         if not options.suite:
             _check_something_fits(named, tasks)
-        others, trouble = find_suites(options.suite, root=options.data_root, prompts=options.prompts)
+        others, trouble = open_suites(options.suite, root=options.data_root, prompts=options.prompts)
         targets = []
         for target in _merged(named, others, options.prompts):
             try:
@@ -258,19 +262,19 @@ def verify(options: VerifyOptions) -> int:
             raise ConfigError("verify checks one --model at a time")
         model = _Model.of(options.model[0], options.out)
         known_as = options.known_as or model.name
-        _check_towers([model.source], known_tasks(options.data, known_as))
-        known = find_known(options.data, known_as, root=options.data_root)
+        _check_towers([model.source], list_expected_tasks(options.data, known_as))
+        known = open_expected(options.data, known_as, root=options.data_root)
         scored, checks = Scored(), list[Check]()
         for target in known.targets:
-            tasks = tuple(dict.fromkeys(one.task for one in expected_of(target, known_as)))
+            tasks = tuple(dict.fromkeys(one.task for one in list_expected(target, known_as)))
             before = len(scored.scores)
             _score_model(model, [target], tasks, options, device, scored)
-            checks += checks_of(target, known_as, scored.scores[before:])
+            checks += check_scores(target, known_as, scored.scores[before:])
         trouble = [*known.trouble, *scored.trouble]
         _print_trouble(trouble)
         status = _status(trouble, scored)
         if distributed.rank() == 0 and not checks:
-            print(nothing_checked(known, known_as), file=sys.stderr)
+            print(explain_no_checks(known, known_as), file=sys.stderr)
         return max(status, print_checks(checks) if checks and distributed.rank() == 0 else 0)
 
 
@@ -280,10 +284,10 @@ def soup(options: SoupOptions) -> int:
         out, leads = output_folder(options.out), distributed.rank() == 0
         if leads:
             check_free(out)
-        targets, broken = find_named(options.data, root=options.data_root, prompts=options.prompts)
+        targets, broken = open_available(options.data, root=options.data_root, prompts=options.prompts)
         if broken:
             raise broken[0]
-        targets = [held_out(target, options.split) for target in targets]
+        targets = [select_held_out(target, options.split) for target in targets]
         sources = [_Model.of(source, None).source for source in options.model]
         ours = Ranks(
             rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks
@@ -336,7 +340,7 @@ def _check_towers(models: Sequence[str], tasks: Sequence[str]) -> None:
     """
     for model in models:
         if model.startswith(TIMM) and (not tasks or any(TASKS[task].needs_text for task in tasks)):
-            raise no_text_tower(model)
+            raise text_tower_error(model)
 
 
 def _check_something_fits(targets: Sequence[Target], tasks: Sequence[str]) -> None:

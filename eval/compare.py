@@ -20,7 +20,7 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted
 from eval.datasets import Card, Expected, card_names, load_card, read_card
-from eval.datasets.dataset import TEST, some
+from eval.datasets.dataset import TEST, list_some
 from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
 from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
 from eval.results.records import Details, details_folder, read_all_details
@@ -125,7 +125,7 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
             folder = details_folder(path)
             if not folder.is_dir():
                 notes.append(f"{folder.name}/ is missing next to {path.name} in {path.parent}")
-    lines = [f"{task} on {some(list(names))}: {reason}" for (task, reason), names in refused.items()]
+    lines = [f"{task} on {list_some(list(names))}: {reason}" for (task, reason), names in refused.items()]
     return ModelComparison(
         first=models[0].label,
         second=models[1].label,
@@ -232,7 +232,7 @@ def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: 
         steps = sorted(step for step in all_steps if step is not None)
         last = [i for i in matches if None not in all_steps and models[i].step == steps[-1]]
         if len(last) == 1 and len(steps) > 1:
-            shown = some([f"{step:,}" for step in steps])
+            shown = list_some([f"{step:,}" for step in steps])
             notes.append(f"{path or name} has scores for steps {shown}; using the last")
         matches = last or matches
     if len(matches) == 1:
@@ -404,7 +404,7 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Known:
+class ExpectedDatasets:
     """The datasets with known scores for a model.
 
     Attributes:
@@ -418,7 +418,7 @@ class Known:
     datasets: int
 
 
-def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
+def list_expected_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
     """List the tasks with known scores for a model from the cards alone, without opening a dataset.
 
     Args:
@@ -432,7 +432,7 @@ def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
     if known := tuple(dict.fromkeys(one.task for one in expected if one.model == model)):
         return known
     models = sorted({one.model for one in expected})
-    where = f" on {some(names)}" if names else ""
+    where = f" on {list_some(names)}" if names else ""
     if not models:
         raise ConfigError(
             f"no scores are known for {model!r}{where}, or for any other model: add them to a card as [[expected]]"
@@ -444,7 +444,7 @@ def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
     )
 
 
-def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> Known:
+def open_expected(names: Sequence[str], model: str, *, root: Path | str | None) -> ExpectedDatasets:
     """Open the datasets whose cards list scores of a model.
 
     Args:
@@ -455,7 +455,7 @@ def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> 
     Raises:
         ConfigError: no scores are known, or there is no folder ``root``.
     """
-    known_tasks(names, model)
+    list_expected_tasks(names, model)
     targets: list[Target] = []
     errors: list[tuple[str, DataError]] = []
     datasets = 0
@@ -472,7 +472,7 @@ def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> 
                 targets += find_targets([name], root=root, prompts=prompts)
         except DataError as error:
             errors.append((name, error))
-    return Known(targets=targets, trouble=unite_errors(errors, root), datasets=datasets)
+    return ExpectedDatasets(targets=targets, trouble=unite_errors(errors, root), datasets=datasets)
 
 
 def _cards(names: Sequence[str]) -> dict[str, Card]:
@@ -487,7 +487,7 @@ def _cards(names: Sequence[str]) -> dict[str, Card]:
     return found
 
 
-def expected_of(target: Target, model: str) -> list[Expected]:
+def list_expected(target: Target, model: str) -> list[Expected]:
     """List the scores that a dataset's card expects from a model with the prompts that the dataset uses."""
     if target.card is None:
         return []
@@ -499,7 +499,7 @@ def expected_of(target: Target, model: str) -> list[Expected]:
     ]
 
 
-def checks_of(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:
+def check_scores(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:
     """Pair each expected score with the measured one."""
     found = {
         (score.task, score.metric): score.value
@@ -508,11 +508,11 @@ def checks_of(target: Target, model: str, scores: Sequence[Score]) -> list[Check
     }
     return [
         Check(dataset=target.dataset.name, expected=one, measured=found.get((one.task, one.metric)))
-        for one in expected_of(target, model)
+        for one in list_expected(target, model)
     ]
 
 
-def nothing_checked(known: Known, model: str) -> str:
+def explain_no_checks(known: ExpectedDatasets, model: str) -> str:
     """Explain why there is no check."""
     why = "can be scored" if known.targets else "is available"
     datasets = counted(known.datasets, "dataset")

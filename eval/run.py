@@ -19,7 +19,7 @@ from clipkit.formats import is_complete, model_hash
 from clipkit.model import ClassTokenizer, image_gflops
 from clipkit.samples import MissingSplit, TraitCounts
 from data.corpora.builtin import BUILTIN
-from eval.datasets.dataset import EvalDataset, by_class_names
+from eval.datasets.dataset import EvalDataset, prompt_with_bare_names
 from eval.datasets.targets import Target, find_targets
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.results.details import take_snapshot
@@ -49,7 +49,7 @@ def check_tasks(
     for name in chosen:
         task = get_task(name)
         task.check(dataset)
-        for texts in task.select_texts(by_class_names(dataset), classes) if classes else ():
+        for texts in task.select_texts(prompt_with_bare_names(dataset), classes) if classes else ():
             try:
                 ClassTokenizer(names=tuple(classes))(texts)
             except DataError as error:
@@ -290,7 +290,7 @@ def _texts(task: str, dataset: EvalDataset, classes: Sequence[str]) -> Iterator[
         yield from TASKS[task].select_texts(dataset, classes)
         return
     for language in dataset.languages:
-        yield from TASKS[task].select_texts(dataset.in_language(language)[0])
+        yield from TASKS[task].select_texts(dataset.select_language(language)[0])
 
 
 _Outcomes = list[tuple[dict[str, Any], Outcome]]

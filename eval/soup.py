@@ -40,7 +40,7 @@ class Soup:
     score: float
 
 
-def held_out(target: Target, split: str = "") -> Target:
+def select_held_out(target: Target, split: str = "") -> Target:
     """Return the images of a dataset that models are selected on.
 
     Args:

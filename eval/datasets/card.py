@@ -59,7 +59,7 @@ class MetricKind:
     columns: tuple[str, ...] = ()
     superclasses: bool = False
 
-    def fitting(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
+    def list_metrics(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
         """Return the metrics that apply to some of the tasks; larger values of a primary metric are better."""
         names = [*METRICS, *(f"worst_{column}_acc{k}" for column in self.columns for k in (1, 5))]
         return tuple(
@@ -87,12 +87,10 @@ class MetricKind:
 
     def find_misfit(self, metrics: Sequence[str], tasks: Sequence[str], *, primary: bool = False) -> str:
         """Describe the first metric that applies to none of the tasks; "" if there is none."""
-        fitting = self.fitting(tasks, primary=primary)
+        applicable = self.list_metrics(tasks, primary=primary)
         for name in metrics:
-            if name not in fitting:
-                return (
-                    f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {', '.join(fitting)}"
-                )
+            if name not in applicable:
+                return f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {', '.join(applicable)}"
         return ""
 
 
@@ -346,7 +344,7 @@ class Card(_Table, frozen=True, kw_only=True):
                 f"its card says {stated:,}; {how}"
             )
 
-    def class_order(self, keys: Sequence[str]) -> tuple[int, ...]:
+    def match_classes(self, keys: Sequence[str]) -> tuple[int, ...]:
         """Bind a dataset's classes to the card's classes by their keys, never by their order.
 
         A key may be a folder's name, a line of ``classnames.txt``, or one of torchvision's classes. It is looked up
@@ -366,7 +364,7 @@ class Card(_Table, frozen=True, kw_only=True):
         for loose, numbers in self._lookups():
             for label, key in enumerate(keys):
                 if found[label] is None:
-                    found[label] = numbers.get(loose_form(key) if loose else key)
+                    found[label] = numbers.get(simplify_key(key) if loose else key)
             if None not in found:
                 break
         bound = [number for number in found if number is not None]
@@ -420,7 +418,7 @@ class Card(_Table, frozen=True, kw_only=True):
             for loose in (False, True):
                 found: dict[str, int | None] = {}
                 for word, number in words:
-                    form = loose_form(word) if loose else word
+                    form = simplify_key(word) if loose else word
                     if found.setdefault(form, number) != number:
                         found[form] = None
                 yield (
@@ -428,12 +426,12 @@ class Card(_Table, frozen=True, kw_only=True):
                     {form: one for form, one in found.items() if one is not None and (form or not loose)},
                 )
 
-    def superclass_of(self, keys: Sequence[str]) -> tuple[str, ...]:
+    def list_superclasses(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the superclass of each of a dataset's classes; () without superclasses."""
         if not self.superclasses:
             return ()
         above = {key: name for name, below in self.superclasses.items() for key in below}
-        return tuple(above[self.keys[number]] for number in self.class_order(keys))
+        return tuple(above[self.keys[number]] for number in self.match_classes(keys))
 
     def prompts(self, prompt_set: str, keys: Sequence[str], templates: Sequence[str] = ()) -> PromptSet:
         """Return a prompt set in the order of a dataset's labels.
@@ -456,7 +454,7 @@ class Card(_Table, frozen=True, kw_only=True):
         names = self._names(prompt_set)
         class_names: tuple[tuple[str, ...], ...] = tuple((key,) for key in keys)
         if names is not None:
-            class_names = tuple(names[number] for number in self.class_order(keys))
+            class_names = tuple(names[number] for number in self.match_classes(keys))
         chosen: str | tuple[str, ...] = prompt_set
         while chosen in self.prompt_sets:
             chosen = self.prompt_sets[str(chosen)].templates
@@ -485,7 +483,7 @@ def _several(words: str | tuple[str, ...]) -> tuple[str, ...]:
     return (words,) if isinstance(words, str) else words
 
 
-def loose_form(key: str) -> str:
+def simplify_key(key: str) -> str:
     """Return the letters and digits without case and accents; of a number also without leading zeros."""
     plain = "".join(one for one in unicodedata.normalize("NFKD", key).casefold() if one.isalnum())
     return (plain.lstrip("0") or "0") if plain.isdecimal() else plain

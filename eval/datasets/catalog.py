@@ -9,7 +9,7 @@ import msgspec
 from clipkit.errors import DataError, nearest
 from clipkit.files import counted
 from eval.datasets.card import DATASETS, Card, Published, read_card
-from eval.datasets.dataset import TEST, some
+from eval.datasets.dataset import TEST, list_some
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -78,7 +78,7 @@ def load_suite(name: str) -> Suite:
 # Facts from cards about the datasets in a set of results.
 
 
-def suites_of(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
+def select_suites(datasets: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """Return the suites with at least two of the datasets, and all their members."""
     there = set(datasets)
     return {name: one.cards for name, one in _suites().items() if len(there.intersection(one.cards)) > 1}
@@ -117,7 +117,7 @@ def cards_in_no_suite() -> tuple[str, ...]:
     return tuple(name for name in card_names() if name not in members)
 
 
-def is_of_card(dataset: str, counts: Collection[object]) -> bool:
+def matches_card(dataset: str, counts: Collection[object]) -> bool:
     """Return whether these image counts match the card's dataset rather than a folder with the same name."""
     if dataset not in card_names():
         return False
@@ -125,7 +125,7 @@ def is_of_card(dataset: str, counts: Collection[object]) -> bool:
     return stated is None or stated in counts
 
 
-def card_lines(name: str) -> list[str]:
+def describe_card(name: str) -> list[str]:
     """Format a card as lines for a terminal; raise DataError if there is no such card."""
     card = load_card(name)
     known = card.sources
@@ -151,7 +151,7 @@ def card_lines(name: str) -> list[str]:
         "images": _counts(card.splits),
         "captions": _counts(card.captions),
         "items": _counts(card.items),
-        "classes": f"{classes} ({some(card.keys)})" if card.keys else classes,
+        "classes": f"{classes} ({list_some(card.keys)})" if card.keys else classes,
         "languages": str(card.languages or ""),
         "labels": "several per image" if card.multilabel else "",
         "groups": ", ".join(card.metadata),

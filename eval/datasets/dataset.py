@@ -20,7 +20,7 @@ SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates
 
 
-def short_hash(*values: object) -> str:
+def hash_values(*values: object) -> str:
     """Return 16 hexadecimal digits for values with a unique ``repr``."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
@@ -69,11 +69,11 @@ class SampleImages:
         """Return 16 hexadecimal digits that depend on the samples and the members."""
         if self.cells is None and not self.member:
             return self.samples.content_id
-        return short_hash(self.samples.content_id, self.member, self.cells)
+        return hash_values(self.samples.content_id, self.member, self.cells)
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on the versions of the files."""
-        return short_hash(self.fingerprint(), [(file.size, file.version) for file in self.files])
+        return hash_values(self.fingerprint(), [(file.size, file.version) for file in self.files])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class EvalDataset:
         name: the dataset's name in results.
         split: the split's name.
         images: the N images.
-        revision: the images' fingerprint, which ``eval.readers.files.checked_set`` adds.
+        revision: the images' fingerprint, which ``eval.readers.files.check_dataset`` adds.
         tasks: default tasks, names of ``eval.tasks.TASKS``.
         class_names: by label; names may be empty or repeated.
         templates: prompts with ``{c}`` for the class name.
@@ -118,7 +118,7 @@ class EvalDataset:
         caption_template: template applied to captions for retrieval, with ``{c}`` for the caption.
         caption_prompt_set: name of that template's prompt set; "" for plain captions.
         languages: texts by language, in each of which zero-shot and retrieval are scored.
-        language: the language of a dataset that ``in_language`` returned; it is the setting of the scores.
+        language: the language of a dataset that ``select_language`` returned; it is the setting of the scores.
     """
 
     name: str
@@ -144,7 +144,7 @@ class EvalDataset:
     def __len__(self) -> int:
         return len(self.images)
 
-    def in_language(self, name: str) -> tuple["EvalDataset", Tensor | None]:
+    def select_language(self, name: str) -> tuple["EvalDataset", Tensor | None]:
         """Return the dataset with the texts of one language, and the numbers of its images; None for all."""
         own = self.languages[name]
         found = replace(self, languages={}, language=name, captions=own.captions)
@@ -178,7 +178,7 @@ class EvalDataset:
         """Return the texts that retrieval encodes for the captions of each image; [] without captions."""
         return [[self.caption_prompt(caption) for caption in own] for own in self.captions or ()]
 
-    def superclass_numbers(self) -> Tensor:
+    def number_superclasses(self) -> Tensor:
         """Return (C,) int64, the superclass of each class, numbered by first appearance."""
         number = {name: i for i, name in enumerate(dict.fromkeys(self.superclasses))}
         return torch.tensor([number[name] for name in self.superclasses], dtype=torch.int64)
@@ -188,13 +188,13 @@ class EvalDataset:
         """A value that changes whenever the images may have changed."""
         return self.images.stamp()
 
-    def where(self, number: int) -> str:
+    def describe_image(self, number: int) -> str:
         """Describe an image's location for a message."""
         shard, key = self.images.locate(number)
         return f"dataset {self.name}: image {key} of {shard}"
 
 
-def labels_of(dataset: EvalDataset) -> Tensor:
+def require_labels(dataset: EvalDataset) -> Tensor:
     """Return the labels, (N,) int64 or (N, C) bool.
 
     Raises:
@@ -209,7 +209,7 @@ def labels_of(dataset: EvalDataset) -> Tensor:
     return dataset.labels
 
 
-def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
+def require_captions(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """Return the captions of each image.
 
     Raises:
@@ -225,7 +225,7 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     return dataset.captions
 
 
-def choices_of(dataset: EvalDataset) -> EvalDataset:
+def require_choices(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset if it has caption choices, or cues with candidates (``association``).
 
     Raises:
@@ -238,7 +238,7 @@ def choices_of(dataset: EvalDataset) -> EvalDataset:
     return dataset
 
 
-def distinct_names(names: Sequence[str]) -> list[str]:
+def make_distinct(names: Sequence[str]) -> list[str]:
     """Make class names non-empty, unique and single-line.
 
     An empty name of label 3 becomes "class 3", a repeated one "NAME (3)".
@@ -253,12 +253,12 @@ def distinct_names(names: Sequence[str]) -> list[str]:
     return list(found)
 
 
-def by_class_names(dataset: EvalDataset) -> EvalDataset:
+def prompt_with_bare_names(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset with bare class names as prompts, for models with a ``ClassTable`` text tower."""
-    names = tuple(distinct_names(dataset.class_names))
+    names = tuple(make_distinct(dataset.class_names))
     return replace(dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def list_some(names: Sequence[str], most: int = 3) -> str:
     """Join the first few names, for a message."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -14,7 +14,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import printable
 from clipkit.samples import MissingSplit, are_ids
 from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
-from eval.datasets.dataset import SPLITS, TEST, EvalDataset, some
+from eval.datasets.dataset import SPLITS, TEST, EvalDataset, list_some
 from eval.datasets.targets import OWN_CARD
 from eval.options import NewOptions
 from eval.readers import open_dataset
@@ -70,7 +70,7 @@ def run_new(options: NewOptions) -> int:
 def _comments(card: Card, where: str) -> dict[str, str]:
     """Return a comment for each key of the card that a user may change."""
     kind = MetricKind(multilabel=card.multilabel, classes=card.classes)
-    first, every = kind.fitting(card.tasks[:1]), kind.fitting(card.tasks)
+    first, every = kind.list_metrics(card.tasks[:1]), kind.list_metrics(card.tasks)
     also = "any of the same metrics" if first == every else f"any of {', '.join(every)}"
     return {
         "": f"Used by python -m eval run --data {where}; eval/README.md lists all keys.",
@@ -121,7 +121,7 @@ def new_card(title: str, folder: Path) -> Card:
     dataset = splits[TEST]
     if repeated := [repr(name) for name, count in Counter(dataset.class_names).items() if count > 1]:
         raise DataError(
-            f"{folder} has classes with the same name, {some(repeated)}: rename them, since a card identifies "
+            f"{folder} has classes with the same name, {list_some(repeated)}: rename them, since a card identifies "
             "classes by name"
         )
     keys = dataset.class_names
@@ -143,7 +143,7 @@ def new_card(title: str, folder: Path) -> Card:
         metric = "mean_average_precision"
     elif dataset.choices is not None and dataset.items is not None:  # Winoground
         metric = "group"
-    fitting = MetricKind(multilabel=multilabel, classes=len(keys) or None).fitting(tasks)
+    applicable = MetricKind(multilabel=multilabel, classes=len(keys) or None).list_metrics(tasks)
     names = imagenet_names()
     own = Prompts(names={key: names.get(key, key) for key in keys}, templates=dataset.templates, source=title)
     return Card(
@@ -151,7 +151,7 @@ def new_card(title: str, folder: Path) -> Card:
         title=title,
         tasks=tuple(tasks),
         metric=metric,
-        further=tuple(one for one in ("acc5", "mean_per_class_recall") if one in fitting),
+        further=tuple(one for one in ("acc5", "mean_per_class_recall") if one in applicable),
         keys=keys,
         classes=len(keys) or None,
         multilabel=multilabel,

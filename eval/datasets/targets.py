@@ -12,7 +12,7 @@ from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.card import Card, MetricKind, imagenet_names, read_card
 from eval.datasets.catalog import card_names, load_card, load_suite
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import Members, OpenOptions, find_published, open_dataset, open_each
 from eval.readers.languages import babel_languages, named_languages
 from eval.readers.torchvision import open_torchvision
@@ -80,14 +80,14 @@ class Target:
 
 
 def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") -> list[Target]:
-    """Open the datasets that a user names; raise the first of the errors that ``find_named`` returns."""
-    targets, errors = find_named(names, root=root, prompts=prompts)
+    """Open the datasets that a user names; raise the first of the errors that ``open_available`` returns."""
+    targets, errors = open_available(names, root=root, prompts=prompts)
     if errors:
         raise errors[0]
     return targets
 
 
-def find_named(
+def open_available(
     names: Sequence[str], *, root: Root = None, prompts: str = "", members: Members | None = None
 ) -> tuple[list[Target], list[DataError]]:
     """Open the datasets that a user names, and skip those that are missing or damaged.
@@ -135,7 +135,7 @@ def find_named(
     return list(targets.values()), errors
 
 
-def find_suites(
+def open_suites(
     suites: Sequence[str], *, root: Root = None, prompts: str = ""
 ) -> tuple[list[Target], list[DataError]]:
     """Open the datasets of suites, each once, and skip those that are missing or damaged.
@@ -184,7 +184,9 @@ def unite_errors(errors: Sequence[tuple[str, DataError]], root: Root) -> list[Da
         message = str(united[""])
         cause = message.partition(": ")[2] or message  # without the address of the first dataset
         count = counted(len(unreached), "dataset")
-        united[""] = Unreachable(f"{shown(str(root))}: {cause}; {count} not available: {some(unreached)}")
+        united[""] = Unreachable(
+            f"{shown(str(root))}: {cause}; {count} not available: {list_some(unreached)}"
+        )
     return list(united.values())
 
 
@@ -229,7 +231,7 @@ def _open_names(card: Card, root: Root, prompts: str) -> Target:
         raise Unavailable(f"{card.name}: {card.get}", cause="missing")
     target = _open_card(images, root, prompts=prompts, captions="")
     labels = [0] * len(images.keys)
-    for label, number in enumerate(images.class_order(target.keys or images.keys)):
+    for label, number in enumerate(images.match_classes(target.keys or images.keys)):
         labels[number] = label
     dataset = replace(target.dataset, name=card.name, languages=babel_languages(folder, labels))
     return replace(target, dataset=dataset, metrics=card.metrics, card=card)
@@ -325,14 +327,16 @@ def _name_classes(dataset: EvalDataset) -> EvalDataset:
     if all(key in names for key in ids):
         named = [f"{key} is {names[key]!r}" for key in ids]
         _log.warning(
-            "dataset %s: the names of classes are those of the card imagenet1k: %s", dataset.name, some(named)
+            "dataset %s: the names of classes are those of the card imagenet1k: %s",
+            dataset.name,
+            list_some(named),
         )
         return replace(dataset, class_names=tuple(names[key] for key in ids))
     _log.warning(
         "dataset %s: the names of classes look like ids: %s; write their names into %s, one per line in "
         "ascending order of the ids",
         dataset.name,
-        some(ids),
+        list_some(ids),
         CLASS_NAMES,
     )
     return dataset
@@ -418,7 +422,7 @@ def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) 
         dataset,
         class_names=tuple(names[0] for names in prompt_set.class_names),
         synonyms=prompt_set.class_names if several else None,
-        superclasses=card.superclass_of(dataset.class_names),
+        superclasses=card.list_superclasses(dataset.class_names),
         templates=prompt_set.templates,
         prompt_set=prompt_set.name,
     )

@@ -171,7 +171,7 @@ def _roc_auc(answers: Answers) -> Estimate:
 
 def _superclass(answers: Answers) -> Estimate:
     by_class = count_confusion(answers.top.classes[:, 0], answers.labels)
-    return merge_superclasses(by_class, answers.dataset.superclass_numbers()).accuracy()
+    return merge_superclasses(by_class, answers.dataset.number_superclasses()).accuracy()
 
 
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:

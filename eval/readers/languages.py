@@ -15,7 +15,7 @@ from pathlib import Path
 from clipkit.errors import DataError
 from clipkit.samples import join_place
 from eval.datasets.dataset import EvalDataset, Language
-from eval.readers.files import checked_set, file_images, lines_of, read_json_file, read_text_file
+from eval.readers.files import check_dataset, file_images, read_json_file, read_lines, read_text_file
 from eval.results.records import parse_json
 
 _MAX_BYTES = 1 << 30
@@ -50,7 +50,7 @@ def open_multilingual(folder: Path, name: str) -> EvalDataset:
         if empty is not None:
             raise DataError(f"dataset {name}: image {files[empty]} has no caption in language {language}")
     within = folder / "images" if (folder / "images").is_dir() else folder
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             images=file_images(folder, [within / file for file in files]),
@@ -96,12 +96,12 @@ def _of_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
 
 def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
     places = [folder / part for part in _FOLDERS]
-    files = next(lines_of(place / _IMAGES) for place in places if (place / _IMAGES).is_file())
+    files = next(read_lines(place / _IMAGES) for place in places if (place / _IMAGES).is_file())
     texts = sorted(path for place in places for path in place.glob("*.txt") if path.name != _IMAGES)
     texts = [path for path in texts if path.stem.startswith(_PREFIX)] or texts
     found: _Captions = {}
     for path in texts:
-        lines = lines_of(path)
+        lines = read_lines(path)
         if len(lines) != len(files):
             raise DataError(
                 f"dataset {name}: {path} has {len(lines):,} lines, {_IMAGES} has {len(files):,}: expected one "

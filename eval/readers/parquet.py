@@ -41,7 +41,7 @@ from clipkit.samples import (
     usable_texts,
 )
 from eval.datasets.dataset import EvalDataset, SampleImages
-from eval.readers.files import checked_set, file_images
+from eval.readers.files import check_dataset, file_images
 from eval.readers.shards import files_of_split
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ class _Table:
         self._features: dict[str, Any] = features if isinstance(features, dict) else {}
 
     def dataset(self, images: SampleImages, task: str, **parts: Any) -> EvalDataset:
-        return checked_set(
+        return check_dataset(
             EvalDataset(name=self.name, split=self.split, images=images, tasks=(task,), **parts)
         )
 

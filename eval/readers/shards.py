@@ -49,13 +49,13 @@ from clipkit.samples import (
 from clipkit.samples.remote import ShardFile, Unreachable, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, short_hash
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, hash_values
 from eval.readers.files import (
-    checked_set,
-    lines_of,
+    check_dataset,
     read_json_file,
+    read_lines,
+    read_templates,
     read_text_file,
-    templates_in,
 )
 from eval.tasks import TASKS
 
@@ -106,12 +106,12 @@ def open_published(
     """
     root, split_in_card = _find_description(place, split)
     card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
-    kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
+    kind = (*read_lines(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
 
     _check_images(name, samples, members, split=split_in_card, stated=card.samples.get(split_in_card))
-    class_names = tuple(lines_of(join_place(root, "classnames.txt")))
+    class_names = tuple(read_lines(join_place(root, "classnames.txt")))
     multilabel = kind == "multilabel"
     all_labels, all_captions, arrays = _read_annotations(
         name, samples, members, arrays=multilabel or bool(metadata_names)
@@ -163,9 +163,9 @@ def open_published(
         captions = None
     revision = ""
     if members.captions != (TEXT,):
-        revision = short_hash(images.fingerprint(), members.captions)
+        revision = hash_values(images.fingerprint(), members.captions)
     choices = captions if kind == "image_caption_selection" else None
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             split=split,
@@ -173,7 +173,7 @@ def open_published(
             revision=revision,
             tasks=tasks,
             class_names=class_names,
-            templates=templates_in(root) or DEFAULT_TEMPLATES,
+            templates=read_templates(root) or DEFAULT_TEMPLATES,
             labels=labels,
             captions=None if choices else captions,
             choices=choices,
@@ -254,7 +254,7 @@ def _read_annotations(
                 listed = [line for text in texts for line in text.split("\n")]
             labels.append(_label_of(members["cls"]) if "cls" in members else None)
             captions.append(tuple(usable_texts(listed)))
-            npy.append(array_of(members["npy"]) if "npy" in members else None)
+            npy.append(parse_npy(members["npy"]) if "npy" in members else None)
         except DataError as error:
             raise _at(name, samples, i, str(error), separator=": ") from error
     return labels, captions, npy
@@ -267,7 +267,7 @@ def _label_of(data: bytes) -> int:
     return int(text)
 
 
-def array_of(data: bytes) -> Array:
+def parse_npy(data: bytes) -> Array:
     """Return the array of numbers in an ``npy`` file; nothing is unpickled.
 
     Raises:
@@ -356,7 +356,7 @@ _REMEMBERED = 60.0  # seconds
 _unreachable: dict[str, tuple[float, str]] = {}  # by root: when it did not respond, and the message
 
 
-def address_of(source: str) -> str:
+def resolve_address(source: str) -> str:
     """Return where the files of a source are.
 
     For a dataset's page at Hugging Face, ``https://huggingface.co/datasets/OWNER/NAME/tree/BRANCH`` (as
@@ -397,7 +397,7 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
                 if isinstance(place, Path):
                     if place.expanduser().is_dir():
                         return str(place.expanduser())
-                elif _is_dataset(address_of(place)):
+                elif _is_dataset(resolve_address(place)):
                     return place
             family, _, own = flat.partition("-")
             for inside in (f"{own}.json", f"data/{own}.json", f"visual_genome_{own}.json"):

@@ -180,7 +180,7 @@ def prediction_details(
     if classes <= _WHOLE_MATRIX:
         matrix = pack_values(torch.from_numpy(confused.matrix(classes)).flatten())
     if groups:
-        of_groups = merge_superclasses(confused, dataset.superclass_numbers())
+        of_groups = merge_superclasses(confused, dataset.number_superclasses())
         by_group = pack_values(torch.from_numpy(of_groups.matrix(len(groups))).flatten())
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),

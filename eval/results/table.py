@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import ARCHITECTURES, QUICKGELU, architecture_gflops
-from eval.datasets.dataset import TEST, some
+from eval.datasets.dataset import TEST, list_some
 from eval.results.records import json_lines, parse_finite, parse_integer
 from eval.results.scores import PREFIX
 
@@ -321,7 +321,7 @@ def read_table(results: Sequence[Path]) -> ResultTable:
     notes += _note_equal_images(rows)
     if replaced:
         notes.append(
-            f"Replaced by later scores on different images with the same name: {some(list(replaced))}."
+            f"Replaced by later scores on different images with the same name: {list_some(list(replaced))}."
         )
     records_of = group_by(shown, itemgetter(0))
     models = _build_models(
@@ -412,7 +412,7 @@ def _note_different_data(rows: Sequence[Record]) -> list[str]:
             names.append(f"{dataset} ({'; '.join(texts)})")
         if names:
             notes.append(
-                f"Not all models were scored with the same {what} on {some(names)}: these scores are not "
+                f"Not all models were scored with the same {what} on {list_some(names)}: these scores are not "
                 "comparable."
             )
     return notes
@@ -427,7 +427,7 @@ def _list_differences(
         values = dict.fromkeys(filter(None, map(value_of, rows)))
         if len(values) > 1:
             texts = [value[:_REVISION] for value in values]
-            text = " and ".join(texts) if len(texts) < 4 else some(texts)
+            text = " and ".join(texts) if len(texts) < 4 else list_some(texts)
             differences.append((rows[0].dataset, f"{label} {text}"))
     return differences
 
@@ -488,7 +488,7 @@ def _build_models(
         if others:
             others = list(dict.fromkeys(others))
             verb = "has" if len(others) == 1 else "have"
-            notes.append(f"{some(others)} {verb} the same weights as {label}: they share one column.")
+            notes.append(f"{list_some(others)} {verb} the same weights as {label}: they share one column.")
     return tuple(models.values())
 
 

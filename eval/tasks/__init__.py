@@ -204,9 +204,11 @@ class Task:
         """Raise DataError if a dataset lacks what the task needs."""
         from eval.datasets import dataset as kinds
 
-        {"labels": kinds.labels_of, "captions": kinds.captions_of, "choices": kinds.choices_of}[self.fits](
-            dataset
-        )
+        {
+            "labels": kinds.require_labels,
+            "captions": kinds.require_captions,
+            "choices": kinds.require_choices,
+        }[self.fits](dataset)
 
     def select_texts(self, dataset: "EvalDataset", classes: Sequence[str] = ()) -> Iterable[Sequence[str]]:
         """Return the texts of a dataset that the task encodes, by class or by image.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import choices_of
+from eval.datasets.dataset import require_choices
 from eval.metrics import METRICS, Choices, jaccard_index, pairwise_correct, score_winoground
 from eval.tasks import Options
 from eval.tasks.classify import report_choices
@@ -31,7 +31,7 @@ _BLOCK = 16_384  # images whose similarities are computed at a time
 def compositional(subject: Subject, options: Options) -> Outcome:
     """Run the task ``compositional``; DataError if there are no choices, or items are not pairs of images."""
     report_choices(subject)
-    dataset = choices_of(subject.dataset)
+    dataset = require_choices(subject.dataset)
     if dataset.choices is None:
         found = _associations(subject)
     elif dataset.items is not None:

@@ -24,7 +24,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import counted
 from clipkit.model import layer_count
 from clipkit.samples import MissingSplit
-from eval.datasets.dataset import EvalDataset, labels_of, some
+from eval.datasets.dataset import EvalDataset, list_some, require_labels
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
 from eval.results.details import prediction_details
 from eval.results.records import Details
@@ -75,15 +75,15 @@ def training_split(
                 "dataset %s: classes without training images, %s: %s",
                 dataset.name,
                 unseen,
-                some(empty),
+                list_some(empty),
             )
     return train
 
 
 def _labels_like(dataset: EvalDataset, other: EvalDataset) -> Tensor:
     """Return the labels of another split after checking that they mean the same."""
-    labels = labels_of(other)
-    if other.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
+    labels = require_labels(other)
+    if other.class_names != dataset.class_names or labels.ndim != require_labels(dataset).ndim:
         raise DataError(
             f"dataset {dataset.name}: its {other.split} split has other classes than {dataset.split}"
         )
@@ -112,7 +112,7 @@ def learn_and_tune(
     Raises:
         DataError: the split ``val`` has other classes, or no class has an image to spare.
     """
-    dataset, labels = subject.dataset, labels_of(train)
+    dataset, labels = subject.dataset, require_labels(train)
     if examples:
         drawn = draw_examples(train, examples, seed)
         if len(drawn) < CARVED:
@@ -136,7 +136,7 @@ def learn_and_tune(
             _log.warning(
                 "dataset %s: classes with one image, which is learned from and not tuned on: %s",
                 train.name,
-                some([repr(train.class_names[i]) for i in alone]),
+                list_some([repr(train.class_names[i]) for i in alone]),
             )
     return (train, learn), (train, tune), "a fifth of train"
 
@@ -146,7 +146,7 @@ def draw_examples(train: EvalDataset, examples: int, seed: int) -> Tensor:
 
     A smaller number of examples gives a subset.
     """
-    return _shuffled(torch.arange(len(labels_of(train))), f"{train.revision} {seed} examples")[:examples]
+    return _shuffled(torch.arange(len(require_labels(train))), f"{train.revision} {seed} examples")[:examples]
 
 
 def carve_validation(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -373,9 +373,9 @@ def _probe(subject: Subject, layer: int | None, seed: int, examples: int) -> Lin
     def part(chosen: Chosen) -> tuple[Rows, Tensor]:
         split, numbers = chosen
         features: Part = (subject.images(split.split, layer=layer).before_projection, numbers)
-        return Rows(features), labels_of(split) if numbers is None else labels_of(split)[numbers]
+        return Rows(features), require_labels(split) if numbers is None else require_labels(split)[numbers]
 
-    metric = tuning_metric(metrics if subject.metrics else (), labels_of(train))
+    metric = tuning_metric(metrics if subject.metrics else (), require_labels(train))
     try:
         found = sweep_penalties(
             *part(learn), *part(tune), len(dataset.class_names), metric=metric, device=subject.device
@@ -436,7 +436,7 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
     """
     dataset = subject.dataset
     train = training_split(subject, "train", "few-shot classification")
-    labels, classes = labels_of(train), len(dataset.class_names)
+    labels, classes = require_labels(train), len(dataset.class_names)
     _one_label(dataset, labels, "few-shot classification")
     features = subject.images("train").before_projection
     tested = _with_ones(subject.images().before_projection)
@@ -497,7 +497,7 @@ def _tuned_on_val(subject: Subject, features: Tensor, labels: Tensor) -> Tensor:
         Rows(features),
         labels,
         Rows(subject.images("val").before_projection),
-        labels_of(val),
+        require_labels(val),
         len(subject.dataset.class_names),
         metric=tuning_metric(named, labels),
         device=subject.device,
@@ -681,7 +681,7 @@ def knn(subject: Subject, options: Options) -> Outcome:
     dataset = subject.dataset
     metrics = _without_probabilities(fitting_metrics(dataset, subject.metrics))
     train = training_split(subject, "train", "nearest-neighbor classification")
-    labels, classes = labels_of(train), len(dataset.class_names)
+    labels, classes = require_labels(train), len(dataset.class_names)
     _one_label(dataset, labels, "nearest-neighbor classification")
     n = len(labels)
     possible = _possible(subject, options.neighbours, n, " neighbors", f"there are {counted(n, 'image')}")

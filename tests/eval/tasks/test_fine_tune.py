@@ -27,7 +27,7 @@ from clipkit.model.names import architecture
 from clipkit.model.zero_shot import with_class_head
 from eval import Encoder, Subject
 from eval.__main__ import main
-from eval.datasets.dataset import distinct_names
+from eval.datasets.dataset import make_distinct
 from eval.datasets.targets import find_targets
 from eval.features.encoder import Ranks
 from eval.run import Scored, run_model
@@ -212,7 +212,7 @@ def test_failed_training_reports_its_own_error(colours: Path, unskilled: CLIP, t
 
 @given(st.lists(st.text(st.sampled_from("ab (1)\t\n"), max_size=6), max_size=8))
 def test_distinct_names_are_unique(names: list[str]) -> None:
-    found = distinct_names(names)
+    found = make_distinct(names)
     assert len(set(found)) == len(found) == len(names)
     for name, own in zip(names, found, strict=True):
         assert own and own == " ".join(own.split())
