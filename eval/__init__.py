@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from eval.datasets.targets import find_targets as find_targets
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
     from eval.features.mteb import mteb_model as mteb_model
-    from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
+    from eval.readers import Members as Members, open_dataset as open_dataset, open_datasets as open_datasets
     from eval.results.scores import (
         Score as Score,
         append_results as append_results,
@@ -34,7 +34,7 @@ _MODULES = {
     "eval.datasets.targets": ("find_targets",),
     "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
     "eval.features.mteb": ("mteb_model",),
-    "eval.readers": ("open_dataset", "open_datasets"),
+    "eval.readers": ("Members", "open_dataset", "open_datasets"),
     "eval.results.scores": (
         "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
     ),

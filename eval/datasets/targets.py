@@ -79,9 +79,11 @@ class Target:
         )
 
 
-def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") -> list[Target]:
+def find_targets(
+    names: Sequence[str], *, root: Root = None, prompts: str = "", members: Members | None = None
+) -> list[Target]:
     """Open the datasets that a user names; raise the first of the errors that ``open_available`` returns."""
-    targets, errors = open_available(names, root=root, prompts=prompts)
+    targets, errors = open_available(names, root=root, prompts=prompts, members=members)
     if errors:
         raise errors[0]
     return targets
