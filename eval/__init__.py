@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         weights_id as weights_id,
     )
     from eval.run import check_tasks as check_tasks, evaluate as evaluate
+    from eval.scorer import Scorer as Scorer
     from eval.tasks import TASKS as TASKS
     from eval.tasks.subject import Subject as Subject
 
@@ -39,6 +40,7 @@ _MODULES = {
         "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
     ),
     "eval.run": ("check_tasks", "evaluate"),
+    "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),
     "eval.tasks.subject": ("Subject",),
 }  # fmt: skip

@@ -521,6 +521,20 @@ def read_card(path: Path, *, name: str = "") -> Card:
     return parse_card(text, name=name or path.stem, file=str(path))
 
 
+@cache
+def card_names() -> tuple[str, ...]:
+    """Return the names of all cards."""
+    return tuple(sorted(path.stem for path in DATASETS.glob("*.toml") if path.stem != "suites"))
+
+
+@cache
+def load_card(name: str) -> Card:
+    """Return a dataset's card; raise DataError if there is none."""
+    if name not in card_names():
+        raise DataError(f"no card for dataset {name!r}: {nearest(name, card_names())}")
+    return read_card(DATASETS / f"{name}.toml")
+
+
 def parse_card(text: str, *, name: str, file: str) -> Card:
     """Parse a card; ``file`` is its name in messages.
 

@@ -1,15 +1,19 @@
 """clipkit's cards and suites, and their facts for tables, pages and the terminal."""
 
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
 
 import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
-from clipkit.errors import DataError, nearest
+from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted
-from eval.datasets.card import DATASETS, Card, Published, read_card
+from eval.datasets.card import DATASETS, Card, Published, card_names, load_card
 from eval.datasets.dataset import TEST, list_some
+from eval.options import ListOptions
 
 
 class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,20 +44,6 @@ class Suite(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         if not self.metric:
             return card.metrics
         return (self.metric, *(metric for metric in card.metrics if metric != self.metric))
-
-
-@cache
-def card_names() -> tuple[str, ...]:
-    """Return the names of all cards."""
-    return tuple(sorted(path.stem for path in DATASETS.glob("*.toml") if path.stem != "suites"))
-
-
-@cache
-def load_card(name: str) -> Card:
-    """Return a dataset's card; raise DataError if there is none."""
-    if name not in card_names():
-        raise DataError(f"no card for dataset {name!r}: {nearest(name, card_names())}")
-    return read_card(DATASETS / f"{name}.toml")
 
 
 @cache
@@ -171,3 +161,48 @@ def describe_card(name: str) -> list[str]:
 
 def _counts(by_split: Mapping[str, int]) -> str:
     return ", ".join(f"{split} {count:,}" for split, count in by_split.items())
+
+
+def _format_count(count: int | None) -> str:
+    return "" if count is None else f"{count:,}"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The command ``list``.
+
+
+def run_list(options: ListOptions) -> int:
+    """List suites and their datasets, or print a dataset's card."""
+    console = Console(highlight=False)
+    if options.suite in card_names():
+        for line in describe_card(options.suite):
+            console.print(line, markup=False, soft_wrap=True)
+        return 0
+    if options.suite is not None and options.suite not in suite_names():
+        hint = nearest(options.suite, [*suite_names(), *card_names()])
+        raise ConfigError(f"unknown suite or dataset {options.suite!r}: {hint}")
+    suites = suite_names() if options.suite is None else (options.suite,)
+    for name in suites:
+        suite = load_suite(name)
+        rows = [(card, suite.metrics_for(card)[0]) for card in map(load_card, suite.cards)]
+        console.print(_tabulate_cards(f"{name}: {suite.title}", rows))
+    if options.suite is None:
+        rows = [(card, card.metric) for card in map(load_card, cards_in_no_suite())]
+        console.print(_tabulate_cards("in no suite", rows))
+    return 0
+
+
+def _tabulate_cards(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
+    """Tabulate datasets with their main task and a metric; names are never wrapped, so that they can be copied."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
+    table.add_column("dataset", no_wrap=True)
+    table.add_column("task", no_wrap=True)
+    table.add_column("metric", overflow="fold")
+    table.add_column("classes", justify="right", no_wrap=True)
+    table.add_column("test", justify="right", no_wrap=True)
+    for card, metric in rows:
+        task = card.tasks[0] if card.tasks else "not scored"
+        table.add_row(
+            card.name, task, metric, _format_count(card.classes), _format_count(card.splits.get(TEST))
+        )
+    return table

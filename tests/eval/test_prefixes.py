@@ -15,7 +15,7 @@ from eval.__main__ import main
 from eval.features.encoder import ONE_RANK, Encoder
 from eval.report import build_report
 from eval.report.comparison_page import build_comparison
-from eval.run import Scorer
+from eval.scorer import Scorer
 from tests.eval.conftest import WriteDataset
 
 

@@ -17,7 +17,7 @@ from clipkit.errors import ConfigError
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
-from eval.compare import compare, list_expected, open_expected
+from eval.compare import compare
 from eval.datasets import load_card
 from eval.datasets.catalog import describe_card, published_scores
 from eval.datasets.targets import find_targets
@@ -25,6 +25,7 @@ from eval.report import as_csv
 from eval.report.tables import score_table
 from eval.results.records import read_details
 from eval.results.table import read_table
+from eval.verify import list_expected, open_expected
 from tests.eval.made_up_results import line, write
 
 WriteDataset = Callable[..., Path]

@@ -10,9 +10,9 @@ import pytest
 
 from clipkit.errors import ConfigError, DataError, Unavailable
 from clipkit.samples.remote.transfer import PATIENCE
-from eval.compare import explain_no_checks, list_expected_tasks, open_expected
 from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets, open_available, open_suites
+from eval.verify import explain_no_checks, list_expected_tasks, open_expected
 
 WriteDataset = Callable[..., Path]
 KNOWN = "open_clip:ViT-B-32/openai"
@@ -29,7 +29,7 @@ def test_unreachable_root_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> N
         known = open_expected([], KNOWN, root=root)
     assert str(trouble[0]).startswith(f"{root}: the connection failed (Connection refused)")
     assert str(trouble[0]).endswith("19 datasets not available: caltech101, cifar100, dtd and 16 more")
-    assert (len(trouble), len(known.trouble), targets + known.targets) == (1, 1, [])
+    assert (len(trouble), len(known.errors), targets + known.targets) == (1, 1, [])
 
 
 def test_missing_datasets_are_reported_in_one_line_each(tmp_path: Path) -> None:
@@ -37,8 +37,8 @@ def test_missing_datasets_are_reported_in_one_line_each(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--data-root .*none: no such folder$"):
         open_suites(["clip27"], root=tmp_path / "none")
     known = open_expected([], KNOWN, root=tmp_path)
-    lines = list(map(str, known.trouble))
-    assert known.datasets == len(lines) > 20 and all(isinstance(one, Unavailable) for one in known.trouble)
+    lines = list(map(str, known.errors))
+    assert known.count == len(lines) > 20 and all(isinstance(one, Unavailable) for one in known.errors)
     at = "published at hf://datasets/clip-benchmark/wds_food101, or in the layout of torchvision.datasets.Food101"
     assert f"food101: not under {tmp_path}; {at}" in lines
     assert explain_no_checks(known, KNOWN) == (
