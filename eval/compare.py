@@ -209,11 +209,7 @@ def _goes_by(model: Model, name: str) -> bool:
 
 
 def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: list[str]) -> int:
-    """Find the model of a file or name; of several steps of one training the last.
-
-    Raises:
-        ConfigError: there is none, or several.
-    """
+    """Find the model of a file or name; of several steps of one training the last."""
     run, checkpoint = split_checkpoint(name)
     if path is not None:
         matches = [i for i, model in enumerate(models) if path in model.files]
@@ -340,11 +336,7 @@ def _find_other_items(first: Details, second: Details) -> str | None:
 
 
 def _test(metric: str, first: Details, second: Details) -> Comparison | None:
-    """Test a metric item by item; None if the details lack the required values.
-
-    Raises:
-        DataError: their values cannot be unpacked, or have different lengths.
-    """
+    """Test a metric item by item; None if the details lack the required values."""
 
     def aligned(values: Tensor, like: Tensor) -> Tensor:
         if len(values) != len(like) or not len(values):

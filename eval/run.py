@@ -213,9 +213,6 @@ def run_model(
         step: training step, for the results.
         show_progress: called with each dataset before its images are encoded; returns a progress callback.
         results: receives the results, so that they are available if the run ends early.
-
-    Raises:
-        DataError: the results cannot be written, or features of the prompts are not finite.
     """
     options = options or Options()
     encoder = Encoder(model, store=store, ranks=ranks, batch_size=batch_size)
@@ -384,12 +381,7 @@ def _average_scores(scores: Sequence[Score], setting: str) -> Score:
 
 
 def _hash_inputs(subject: Subject, task: str, options: Options) -> str:
-    """Return a digest of what a task's scores depend on besides the model: images, labels, texts, metrics, options.
-
-    Raises:
-        Unavailable: the task learns from a split that the dataset does not have.
-        DataError: that split is damaged.
-    """
+    """Hash what a task's scores depend on besides the model: images, labels, texts, metrics, options."""
     scored = subject.dataset
     settings = [subject.metrics, scored.superclasses, options.describe_options(task)]
     digest = hashlib.sha256(json.dumps(settings).encode())
@@ -565,12 +557,7 @@ def _check_any_task(targets: Sequence[Target], tasks: Sequence[str]) -> None:
 
 
 def _merge_targets(targets: Sequence[Target], suite_targets: Sequence[Target], prompts: str) -> list[Target]:
-    """Merge named datasets and those of suites.
-
-    Raises:
-        DataError: two would have the same name.
-        ConfigError: none of them has the requested prompt set.
-    """
+    """Merge named datasets and those of suites."""
     merged = {target.dataset.name: target for target in targets}
     for target in suite_targets:
         if merged.setdefault(target.dataset.name, target).card is not target.card:

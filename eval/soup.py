@@ -80,9 +80,6 @@ def select_held_out(target: Target, split: str = "") -> Target:
     Args:
         target: the dataset.
         split: name of the split; "" for the validation split if there is one, else the test split.
-
-    Raises:
-        DataError: there is no such split, or it is damaged.
     """
     if (split or _HELD_OUT) == target.dataset.split:
         return target

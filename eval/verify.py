@@ -84,9 +84,6 @@ def list_expected_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
     Args:
         names: datasets, as a user names them; empty for all with cards.
         model: the model's name in the cards.
-
-    Raises:
-        ConfigError: there are none.
     """
     tasks: dict[str, None] = {}
     models: set[str] = set()
@@ -116,9 +113,6 @@ def open_expected(names: Sequence[str], model: str, *, root: Path | str | None) 
         names: datasets, as a user names them; empty for all with cards.
         model: the model's name in the cards.
         root: folder of datasets, by the names of their cards.
-
-    Raises:
-        ConfigError: no scores are known, or there is no folder ``root``.
     """
     list_expected_tasks(names, model)
     targets: list[Target] = []

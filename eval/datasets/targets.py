@@ -52,12 +52,7 @@ class Target:
         return self.dataset.tasks if self.card is None else self.card.tasks[:1]
 
     def open_split(self, split: str) -> EvalDataset:
-        """Open another split, with the same class names and prompts.
-
-        Raises:
-            MissingSplit: there is none.
-            DataError: it is damaged, or has other classes.
-        """
+        """Open another split, with the same class names and prompts."""
         opened = self.opener(split)
         scored = self.dataset
         # other cards may describe another edition's training images
@@ -246,9 +241,6 @@ def select_languages(target: Target, languages: Sequence[str], *, root: Root = N
         target: the dataset.
         languages: names of languages; "all" for all; () for all that the dataset has besides ``names.json``.
         root: where the dataset was searched for.
-
-    Raises:
-        Unavailable: the dataset does not have a language.
     """
     dataset = target.dataset
     if not languages:
@@ -274,11 +266,7 @@ def select_languages(target: Target, languages: Sequence[str], *, root: Root = N
 def _open_folder(
     source: str, dataset: EvalDataset, root: Root, prompts: str, members: Members | None
 ) -> Target:
-    """Return a dataset that has no card, or its own card next to the images.
-
-    Raises:
-        DataError: the card does not fit the images.
-    """
+    """Return a dataset that has no card, or its own card next to the images."""
     file = Path(source).expanduser() / OWN_CARD
     card = read_card(file, name=dataset.name) if file.is_file() else None
 
@@ -354,11 +342,7 @@ def _warn_about_prompts(dataset: EvalDataset) -> None:
 
 
 def _find_opener(card: Card, root: Root) -> Opener:
-    """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files.
-
-    Raises:
-        Unavailable: it is not here.
-    """
+    """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files."""
     sources = card.sources
     where = f"not under {root}" if root is not None else "pass its location with --data-root"
     advice = f"published at {sources.urls[0]}" if sources.urls else card.get or f"see {card.home}"
@@ -383,7 +367,11 @@ def _find_opener(card: Card, root: Root) -> Opener:
     def open_split(split: str) -> EvalDataset:
         folder = user_path(str(root))
         opened = open_torchvision(
-            library.name, folder, name=card.name, split=library.split(split), arguments=library.arguments
+            library.name,
+            folder,
+            name=card.name,
+            split=library.splits.get(split, split),
+            arguments=library.arguments,
         )
         return replace(opened, split=split)
 
@@ -397,11 +385,7 @@ def _find_opener(card: Card, root: Root) -> Opener:
 
 
 def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
-    """Add the prompts of a card: the named set or the first for classes, the named set or none for captions.
-
-    Raises:
-        DataError: the dataset has more classes than the card.
-    """
+    """Add the prompts of a card: the named set or the first for classes, the named set or none for captions."""
     if dataset.captions is not None and captions in card.caption_prompts:
         template = card.caption_prompts[captions]
         dataset = replace(dataset, caption_template=template, caption_prompt_set=captions)

@@ -181,9 +181,6 @@ class Encoder:
 
         They are (N, W) float32, encoded in one pass; see ``clipkit.model.ImageRepresentations``. Towers that are no
         transformers have none.
-
-        Raises:
-            DataError: as for ``images``.
         """
         layers = range(1, layer_count(self.model) + 1)
         if not layers:
@@ -198,10 +195,6 @@ class Encoder:
         Args:
             texts: N texts.
             description: description of the texts, for messages.
-
-        Raises:
-            DataError: the features are not finite.
-            ConfigError: the model has no text tower.
         """
         if texts and isinstance(self.model, ImageModel):
             raise text_tower_error(self.model.name)
@@ -237,9 +230,6 @@ class Encoder:
 
         Returns:
             (D, C) float32 for C classes, unit columns, on the model's device.
-
-        Raises:
-            DataError: the features are not finite.
         """
         key = digest_content(json.dumps(prompts).encode())
         if key not in self._classifiers:

@@ -227,11 +227,7 @@ class _Located:
 
 
 def open_each(sources: Sequence[str | Path], options: OpenOptions) -> list[EvalDataset | DataError]:
-    """Open several datasets under unique names; return the error of each one that cannot be opened.
-
-    Raises:
-        DataError: a name is misspelled, or a dataset is given twice.
-    """
+    """Open several datasets under unique names; return the error of each one that cannot be opened."""
     outcomes: list[EvalDataset | DataError | _Located] = []
     for source in map(str, sources):
         try:

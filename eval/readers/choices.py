@@ -103,11 +103,7 @@ class CroppedSamples(FileSamples):
 
 
 def open_caption_choices(file: Path, name: str) -> EvalDataset:
-    """Open a JSON file of SugarCrepe or ARO, whose images are in ``images`` or ``val2017`` next to it.
-
-    Raises:
-        DataError: an entry is incomplete, or an image is missing.
-    """
+    """Open a JSON file of SugarCrepe or ARO, whose images are in ``images`` or ``val2017`` next to it."""
     kind: Any = list[_Entry] | dict[str, _Entry]
     content: list[_Entry] | dict[str, _Entry] = read_json_file(file, kind) or []
     entries = list(content.values()) if isinstance(content, dict) else content

@@ -33,9 +33,6 @@ class FileSamples(Samples):
         root: the folder that paths in messages and in ``content_id`` are relative to.
         paths: the file of each sample.
 
-    Raises:
-        DataError: a file is missing.
-
     Attributes:
         files: the state of each different file.
     """
@@ -103,12 +100,7 @@ _LONGEST = 60  # characters of a caption in a message
 
 
 def check_dataset(dataset: EvalDataset) -> EvalDataset:
-    """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities.
-
-    Raises:
-        DataError: a label without a class name, a template without ``{c}``, an image without choices, or a single
-            class.
-    """
+    """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities."""
     if not dataset.revision:
         dataset = replace(dataset, revision=dataset.images.fingerprint())
     name, names, labels = dataset.name, dataset.class_names, dataset.labels
@@ -187,11 +179,7 @@ def read_templates(root: str | Path) -> tuple[str, ...]:
 
 
 def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | None:
-    """Return a file's text, or None if there is no file.
-
-    Raises:
-        DataError: the file is larger than ``limit`` bytes or not UTF-8, or its store does not respond.
-    """
+    """Return a file's text, or None if there is no file."""
     if isinstance(place, str) and is_remote(place):
         from clipkit.samples import remote
 
@@ -211,11 +199,7 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
 
 
 def read_json_file(place: str | Path, kind: type[Content]) -> Content | None:
-    """Return the content of a JSON file, or None if there is no file.
-
-    Raises:
-        DataError: the file is not JSON with values of these types, or as for ``read_text_file``.
-    """
+    """Return the content of a JSON file, or None if there is no file."""
     text = read_text_file(place, limit=_MAX_JSON_BYTES)
     if text is None:
         return None

@@ -37,9 +37,6 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     Splits are named as in ``clipkit.samples.SPLIT_NAMES``. Without a ``test`` split, ``val`` is the test split,
     as in ImageNet's layout, and not a split of its own. A folder without splits is a test split. The names of
     classes are those of their folders, or the lines of ``classnames.txt``, see ``read_class_names``.
-
-    Raises:
-        DataError: there is no such split, there are images of fewer than two classes, or an image cannot be used.
     """
     folders = _visible_folders(folder)
     splits: dict[str, Path] = {}
@@ -168,11 +165,7 @@ _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 def _real_labels(file: Path, images: Sequence[Path], classes: int) -> torch.Tensor:
-    """Return ImageNet's reassessed labels (Beyer et al. 2020, https://arxiv.org/abs/2006.07159), (N, C) bool.
-
-    Raises:
-        DataError: the file is not a list of labels for each validation image, or an image is not one of them.
-    """
+    """Return ImageNet's reassessed labels (Beyer et al. 2020, https://arxiv.org/abs/2006.07159), (N, C) bool."""
     try:
         rows = msgspec.json.decode(file.read_bytes(), type=list[list[int]])
     except msgspec.DecodeError as error:

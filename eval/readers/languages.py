@@ -36,11 +36,7 @@ def is_multilingual(folder: Path) -> bool:
 
 
 def open_multilingual(folder: Path, name: str) -> EvalDataset:
-    """Open a folder of Crossmodal-3600 or XTD; its captions without a language are the English or the first ones.
-
-    Raises:
-        DataError: an image is missing, or captions are incomplete.
-    """
+    """Open a folder of Crossmodal-3600 or XTD; its plain captions are the English or the first ones."""
     keyed = (folder / _CAPTIONS).is_file()
     files, captions = (_of_json_lines if keyed else _of_text_files)(folder, name)
     if not files or not captions:
@@ -112,11 +108,7 @@ def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
 
 
 def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, Language]:
-    """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's.
-
-    Raises:
-        DataError: a language does not have one name per class.
-    """
+    """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's."""
     place = join_place(folder, "names.json")
     found = {}
     for language, names in (read_json_file(place, dict[str, list[str]]) or {}).items():
@@ -132,9 +124,6 @@ def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, L
     Args:
         folder: the folder of the two files.
         labels: by class of ImageNet, its label in the images.
-
-    Raises:
-        DataError: a file is missing or damaged.
     """
     names_file = join_place(folder, "babel_imagenet.json")
     names = read_json_file(names_file, dict[str, tuple[list[int], list[str]]])

@@ -43,12 +43,7 @@ def lists_captions(file: Path) -> bool:
 
 
 def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
-    """Open a table of paths of images with captions or labels.
-
-    Raises:
-        MissingSplit: there is no such split.
-        DataError: the table cannot be read, or none of its images can be used.
-    """
+    """Open a table of paths of images with captions or labels."""
     table = Table(file, image_column=None, caption_column=None, others=None)
     samples = TableSamples([table])
     if samples.damage:

@@ -76,9 +76,6 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
         files: the rows of the split.
         name: the dataset's name.
         split: the split's name.
-
-    Raises:
-        DataError: a file is damaged, or the columns match no known format.
     """
     if not len(files):
         raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")

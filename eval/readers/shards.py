@@ -108,9 +108,6 @@ def open_published(
         split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
         members: where images and captions are.
-
-    Raises:
-        DataError: the split is incomplete or inconsistent.
     """
     root, split_in_card = _find_description(place, split)
     card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
@@ -361,11 +358,7 @@ def _parse_label(data: bytes) -> int:
 
 
 def parse_npy(data: bytes) -> Array:
-    """Return the array of numbers in an ``npy`` file; nothing is unpickled.
-
-    Raises:
-        DataError: it is not such a file, incomplete, or has another dtype (objects, text, records).
-    """
+    """Return the array of numbers in an ``npy`` file; nothing is unpickled."""
     file = BytesIO(data)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -465,12 +458,7 @@ def _is_dataset(address: str) -> bool:
 
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
-    """Return the files of a split of a dataset; files whose names state no split are the test split.
-
-    Raises:
-        MissingSplit: there are none.
-        DataError: a file is missing.
-    """
+    """Return the files of a split of a dataset; files whose names state no split are the test split."""
     stated, files = "", []
     if isinstance(place, Path) and place.is_file():
         files = [ShardFile.at(place)]

@@ -59,9 +59,6 @@ def open_video_frames(folder: Path, name: str) -> EvalDataset:
 
     The metadata column ``anchor`` is the number of the anchor frame to which an image belongs; an anchor's is its
     own.
-
-    Raises:
-        DataError: an image is missing, or the annotations are incomplete or invalid.
     """
     names, frames = (_of_reviews if (folder / _REVIEWS).is_file() else _of_sets)(folder)
     files: list[Path] = []

@@ -122,7 +122,7 @@ def test_every_card_loads_and_has_required_fields() -> None:
         assert card.home or name in BUILTIN
         if card.sources.torchvision:
             splits = TORCHVISION_SETS[card.sources.torchvision.name]
-            assert {card.sources.torchvision.split(split) for split in card.splits} <= set(splits)
+            assert {card.sources.torchvision.splits.get(split, split) for split in card.splits} <= set(splits)
         assert not card.stand_in or load_card(card.stand_in).metric == card.metric
         assert card.splits.get("test") or card.captions or card.items or name == "ytbb_robust"
         assert describe_card(name)[0] == f"{name}: {card.title}" and "\n" not in "".join(describe_card(name))
