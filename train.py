@@ -41,9 +41,8 @@ from clipkit.training.ranks import WeightComparison
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.batch import small_stages
-from eval import Ranks, check_image, check_tasks, find_targets
+from eval import Members, Ranks, Scorer, check_image, check_tasks, find_targets
 from eval.report import build_report
-from eval.run import Scorer
 
 
 def main(arguments: Arguments) -> int:
@@ -83,7 +82,8 @@ def main(arguments: Arguments) -> int:
         packed = training_data.packed_images(
             config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
         )
-        datasets = [target.dataset for target in find_targets(config.eval.data)]
+        members = Members(image=config.data.image, captions=config.data.captions, optional=True)
+        datasets = [target.dataset for target in find_targets(config.eval.data, members=members)]
         for dataset in datasets:
             check_tasks(dataset, classes=shape.text.classes)
         sample_order = order.Order(

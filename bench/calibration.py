@@ -48,7 +48,9 @@ def measured(source: str, name: str, images: int) -> dict[str, object]:
         errors[when] = expected_calibration_error(confidence, best == truth).value
     confidence, best = after.max(dim=1)
     accepted = confidence >= torch.tensor(found.thresholds)[best]
-    precision = intervals.proportion(int((best == truth)[accepted].sum()), max(1, int(accepted.sum())))
+    precision = intervals.estimate_proportion(
+        int((best == truth)[accepted].sum()), max(1, int(accepted.sum()))
+    )
     return {
         "images": [int(learn.sum()), len(truth)],
         "accuracy": float((best == truth).double().mean()),

@@ -300,13 +300,13 @@ def counted(_: argparse.Namespace) -> Row:
             encoders.append(Encoder(*given, **options))
             return encoders[-1]
 
-        found = eval.run.Scored()
+        found = eval.run.Results()
         with patch("eval.run.Encoder", encoder), patch.dict(os.environ, CLIPKIT_CACHE=scratch):
             targets = find_targets([str(Path(scratch) / name) for name in FAMILY])
             eval.run.run_model(
-                own, targets, out=Path(scratch) / "out.jsonl", tasks=["zero-shot"], scored=found
+                own, targets, out=Path(scratch) / "out.jsonl", tasks=["zero-shot"], results=found
             )
-        assert not found.trouble and len({score.dataset for score in found.scores}) == len(FAMILY)
+        assert not found.errors and len({score.dataset for score in found.scores}) == len(FAMILY)
         counts["clipkit"] = dict(encoders[0].encoded)
         for name in FAMILY:
             dataset = cli.build_dataset("wds/x", str(Path(scratch) / name), transform, "test")

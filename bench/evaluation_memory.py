@@ -26,7 +26,7 @@ from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples import Samples
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, SampleImages
 from eval.features.encoder import ImageFeatures
-from eval.features.store import FeatureFile, digest_of
+from eval.features.store import FeatureFile, digest_content
 from eval.tasks import TASKS, Options
 
 __all__ = ["SyntheticSubject", "peak_of"]
@@ -83,7 +83,7 @@ class SyntheticSubject:
             block = labels[start : start + 16_384]
             noise = torch.randn(len(block), dim, generator=generator)
             indices = np.arange(start, start + len(block))
-            digests = [digest_of(b"%d" % number) for number in indices]
+            digests = [digest_content(b"%d" % number) for number in indices]
             file.write(indices, digests, {"projected": F.normalize(3 * self._columns[block] + noise, dim=1)})
         labels[-1] = 0
         self._images = ImageFeatures(FeatureFile(path, {"projected": dim}, rows).columns.__getitem__)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from eval.tasks.logistic import LogisticProblem, Rows
-from eval.tasks.probe import halving_search, penalty_of, sweep
+from eval.tasks.probe import get_penalty, halving_search, sweep_penalties
 
 RESULTS = Path(__file__).parent / "results"
 Split = tuple[Tensor, Tensor]
@@ -56,7 +56,7 @@ def synthetic(rows: int, width: int, classes: int, seed: int) -> tuple[Split, Sp
 def own(train: Split, val: Split, classes: int) -> tuple[float, Tensor, Tensor, float]:
     """Run clipkit's sweep; return seconds, weights, biases, and C."""
     began = time.perf_counter()
-    fit = sweep(Rows(train[0]), train[1], Rows(val[0]), val[1], classes).fit
+    fit = sweep_penalties(Rows(train[0]), train[1], Rows(val[0]), val[1], classes).fit
     return time.perf_counter() - began, fit.weight, fit.bias, fit.C
 
 
@@ -74,10 +74,10 @@ def reference(train: Split, val: Split, options: dict[str, float]) -> tuple[floa
             return LogisticRegression(C=C, max_iter=1000, **options).fit(x, y)
 
     def value_at(step: int) -> float:
-        return float(fit(1 / penalty_of(step), features, labels).score(held, held_labels))
+        return float(fit(1 / get_penalty(step), features, labels).score(held, held_labels))
 
     began = time.perf_counter()
-    model = fit(1 / penalty_of(halving_search(value_at)), both, both_labels)
+    model = fit(1 / get_penalty(halving_search(value_at)), both, both_labels)
     seconds = time.perf_counter() - began
     weight, bias = (torch.from_numpy(one).double() for one in (model.coef_, model.intercept_))
     return seconds, weight, bias, float(model.C)

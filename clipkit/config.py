@@ -784,7 +784,11 @@ class EvalConfig(Section):
     """Evaluation during training and at the end."""
 
     section = "eval."
-    data: tuple[str, ...] = setting((), "Built-in sets (digits, emoji, glyphs, cues) or dataset folders.")
+    data: tuple[str, ...] = setting(
+        (),
+        "Built-in sets (digits, emoji, glyphs, cues) or dataset folders, whose images and captions are found by "
+        "data.image and data.captions where samples have them.",
+    )
     every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", at_least(0))
     batch_size: int = setting(256, "Images encoded at a time on each rank.", between(1, MOST))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from eval.datasets.targets import find_targets as find_targets
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
     from eval.features.mteb import mteb_model as mteb_model
-    from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
+    from eval.readers import Members as Members, open_dataset as open_dataset, open_datasets as open_datasets
     from eval.results.scores import (
         Score as Score,
         append_results as append_results,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         weights_id as weights_id,
     )
     from eval.run import check_tasks as check_tasks, evaluate as evaluate
+    from eval.scorer import Scorer as Scorer
     from eval.tasks import TASKS as TASKS
     from eval.tasks.subject import Subject as Subject
 
@@ -34,11 +35,12 @@ _MODULES = {
     "eval.datasets.targets": ("find_targets",),
     "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
     "eval.features.mteb": ("mteb_model",),
-    "eval.readers": ("open_dataset", "open_datasets"),
+    "eval.readers": ("Members", "open_dataset", "open_datasets"),
     "eval.results.scores": (
         "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
     ),
     "eval.run": ("check_tasks", "evaluate"),
+    "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),
     "eval.tasks.subject": ("Subject",),
 }  # fmt: skip

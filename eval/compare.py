@@ -1,4 +1,4 @@
-"""Compare two models by paired tests, and one model with its known scores.
+"""Compare two models by paired tests.
 
 Accuracies and recalls are tested by McNemar's exact test, means and other metrics by a paired bootstrap (see
 eval/metrics/intervals.py). Scores that are not comparable are skipped with a reason. As testing many datasets
@@ -12,19 +12,13 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files import counted
-from eval.datasets import Card, Expected, card_names, load_card, read_card
-from eval.datasets.dataset import TEST, some
-from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
+from eval.datasets.dataset import TEST, list_some
 from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
 from eval.results.records import Details, details_folder, read_all_details
-from eval.results.scores import PREFIX, Score
+from eval.results.scores import PREFIX
 from eval.results.table import PROMPTED, Model, Record, ResultTable, group_by, read_table, split_checkpoint
 
 LEVEL = 0.05
@@ -125,7 +119,7 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
             folder = details_folder(path)
             if not folder.is_dir():
                 notes.append(f"{folder.name}/ is missing next to {path.name} in {path.parent}")
-    lines = [f"{task} on {some(list(names))}: {reason}" for (task, reason), names in refused.items()]
+    lines = [f"{task} on {list_some(list(names))}: {reason}" for (task, reason), names in refused.items()]
     return ModelComparison(
         first=models[0].label,
         second=models[1].label,
@@ -215,11 +209,7 @@ def _goes_by(model: Model, name: str) -> bool:
 
 
 def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: list[str]) -> int:
-    """Find the model of a file or name; of several steps of one training the last.
-
-    Raises:
-        ConfigError: there is none, or several.
-    """
+    """Find the model of a file or name; of several steps of one training the last."""
     run, checkpoint = split_checkpoint(name)
     if path is not None:
         matches = [i for i, model in enumerate(models) if path in model.files]
@@ -232,7 +222,7 @@ def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: 
         steps = sorted(step for step in all_steps if step is not None)
         last = [i for i in matches if None not in all_steps and models[i].step == steps[-1]]
         if len(last) == 1 and len(steps) > 1:
-            shown = some([f"{step:,}" for step in steps])
+            shown = list_some([f"{step:,}" for step in steps])
             notes.append(f"{path or name} has scores for steps {shown}; using the last")
         matches = last or matches
     if len(matches) == 1:
@@ -346,11 +336,7 @@ def _find_other_items(first: Details, second: Details) -> str | None:
 
 
 def _test(metric: str, first: Details, second: Details) -> Comparison | None:
-    """Test a metric item by item; None if the details lack the required values.
-
-    Raises:
-        DataError: their values cannot be unpacked, or have different lengths.
-    """
+    """Test a metric item by item; None if the details lack the required values."""
 
     def aligned(values: Tensor, like: Tensor) -> Tensor:
         if len(values) != len(like) or not len(values):
@@ -385,160 +371,3 @@ def _test(metric: str, first: Details, second: Details) -> Comparison | None:
         right = {name: aligned(details.right[name].tensor(), labels) for name in known.items_from}
         items.append(known.items(right, labels))
     return compare_means(items[0], items[1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """A known score and the measured one, None if it was not measured."""
-
-    dataset: str
-    expected: Expected
-    measured: float | None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether it is within the tolerance; None if it was not measured."""
-        if self.measured is None:
-            return None
-        return abs(self.measured - self.expected.value) <= self.expected.tolerance
-
-
-@dataclass(frozen=True, kw_only=True)
-class Known:
-    """The datasets with known scores for a model.
-
-    Attributes:
-        targets: available datasets, each once for every prompt set with a known score.
-        trouble: why others are not available, or cannot be opened.
-        datasets: their number, available or not.
-    """
-
-    targets: list[Target]
-    trouble: list[DataError]
-    datasets: int
-
-
-def known_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
-    """List the tasks with known scores for a model from the cards alone, without opening a dataset.
-
-    Args:
-        names: datasets, as a user names them; empty for all with cards.
-        model: the model's name in the cards.
-
-    Raises:
-        ConfigError: there are none.
-    """
-    expected = [one for card in _cards(names).values() for one in card.expected]
-    if known := tuple(dict.fromkeys(one.task for one in expected if one.model == model)):
-        return known
-    models = sorted({one.model for one in expected})
-    where = f" on {some(names)}" if names else ""
-    if not models:
-        raise ConfigError(
-            f"no scores are known for {model!r}{where}, or for any other model: add them to a card as [[expected]]"
-        )
-    hint = nearest(model, models) if len(models) > 1 else f"only for {models[0]}"
-    raise ConfigError(
-        f"no scores are known for {model!r}{where}, {hint}; use --as NAME to set the name under which cards list "
-        "the scores of --model"
-    )
-
-
-def find_known(names: Sequence[str], model: str, *, root: Path | str | None) -> Known:
-    """Open the datasets whose cards list scores of a model.
-
-    Args:
-        names: datasets, as a user names them; empty for all with cards.
-        model: the model's name in the cards.
-        root: folder of datasets, by the names of their cards.
-
-    Raises:
-        ConfigError: no scores are known, or there is no folder ``root``.
-    """
-    known_tasks(names, model)
-    targets: list[Target] = []
-    errors: list[tuple[str, DataError]] = []
-    datasets = 0
-    for name, card in _cards(names).items():
-        known = [one for one in card.expected if one.model == model]
-        datasets += bool(known)
-        prompt_sets = list(dict.fromkeys(one.prompts for one in known if one.prompts))
-        # "": no set is named, or captions are used as they are
-        plain = any(one.task == "retrieval" and not one.prompts for one in known)
-        if known and (not prompt_sets or (plain and set(prompt_sets) <= set(card.caption_prompts))):
-            prompt_sets.append("")
-        try:
-            for prompts in prompt_sets:
-                targets += find_targets([name], root=root, prompts=prompts)
-        except DataError as error:
-            errors.append((name, error))
-    return Known(targets=targets, trouble=unite_errors(errors, root), datasets=datasets)
-
-
-def _cards(names: Sequence[str]) -> dict[str, Card]:
-    """Return the cards of datasets that have one, by dataset."""
-    found = {}
-    for name in names or card_names():
-        own = Path(name).expanduser() / OWN_CARD
-        if own.is_file():
-            found[name] = read_card(own)
-        elif name in card_names() and not Path(name).is_dir():
-            found[name] = load_card(name)
-    return found
-
-
-def expected_of(target: Target, model: str) -> list[Expected]:
-    """List the scores that a dataset's card expects from a model with the prompts that the dataset uses."""
-    if target.card is None:
-        return []
-    of_classes, of_captions = ("", target.dataset.prompt_set), (target.dataset.caption_prompt_set,)
-    return [
-        one
-        for one in target.card.expected
-        if one.model == model and one.prompts in (of_captions if one.task == "retrieval" else of_classes)
-    ]
-
-
-def checks_of(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:
-    """Pair each expected score with the measured one."""
-    found = {
-        (score.task, score.metric): score.value
-        for score in scores
-        if score.dataset == target.dataset.name and not score.setting
-    }
-    return [
-        Check(dataset=target.dataset.name, expected=one, measured=found.get((one.task, one.metric)))
-        for one in expected_of(target, model)
-    ]
-
-
-def nothing_checked(known: Known, model: str) -> str:
-    """Explain why there is no check."""
-    why = "can be scored" if known.targets else "is available"
-    datasets = counted(known.datasets, "dataset")
-    return f"nothing could be checked: none of the {datasets} with known scores for {model} {why}"
-
-
-def print_checks(checks: Sequence[Check]) -> int:
-    """Print a table and return the exit status: 1 if a check fails or was not measured."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dataset", overflow="fold")
-    table.add_column("task and metric", overflow="fold")
-    for heading in ("measured %", "expected %", "±", ""):
-        table.add_column(heading, justify="right", no_wrap=True)
-    verdicts = {True: "holds", False: "FAILS", None: "not measured"}
-    for check in checks:
-        known = check.expected
-        table.add_row(
-            check.dataset,
-            f"{known.task} {known.metric}",
-            "" if check.measured is None else f"{100 * check.measured:.2f}",
-            f"{100 * known.value:.2f}",
-            f"{100 * known.tolerance:.2f}",
-            verdicts[check.holds],
-        )
-    console = Console(highlight=False)
-    console.print(table)
-    for source in dict.fromkeys(check.expected.source for check in checks):
-        console.print(f"expected by {source}", markup=False)
-    return 0 if all(check.holds for check in checks) else 1

@@ -33,7 +33,7 @@ _MAP_VALUES = 1 << 26  # attention weights in memory at a time
 
 @dataclass(kw_only=True)
 class Internals:
-    """Results of ``analyze``; fields that do not apply to the tower are None or empty.
+    """Results of ``analyze_tower``; fields that do not apply to the tower are None or empty.
 
     Attributes:
         filters: (K, 3, p, p) float32, the first right singular vectors of the first convolution.
@@ -51,7 +51,7 @@ class Internals:
 
 
 @torch.no_grad()
-def analyze(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
+def analyze_tower(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
     """Analyze the image tower of one model.
 
     Args:
@@ -61,7 +61,7 @@ def analyze(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
     """
     found = Internals(filters=_filters(model), positions=_positions(model))
     with evaluation_mode(model):
-        found.layers = list(layers_of(model))
+        found.layers = list(find_layers(model))
         try:
             attention_blocks(model)
         except ConfigError:
@@ -77,7 +77,7 @@ def analyze(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
             distances = torch.stack([attention_distances(one, images.shape[-1]) for one in own]).cpu()
             sums, count = distances + (0 if sums is None else sums), count + len(part)
             if sum(map(len, maps)) < shown:
-                maps.append(list(rollout(own, class_token=reads_class_token(model)).cpu()))
+                maps.append(list(roll_out(own, class_token=reads_class_token(model)).cpu()))
     assert sums is not None
     found.distances = sums / count
     found.rollouts = torch.stack([one for part in maps for one in part][:shown])
@@ -113,7 +113,7 @@ def attention_distances(weights: Tensor, image_size: int) -> Tensor:
     return (between * pixels).sum(dim=-1).mean(dim=-1).sum(dim=0)
 
 
-def rollout(maps: Sequence[Tensor], *, class_token: bool = True) -> Tensor:
+def roll_out(maps: Sequence[Tensor], *, class_token: bool = True) -> Tensor:
     """Roll attention out over layers (Abnar & Zuidema 2020, https://arxiv.org/abs/2005.00928).
 
     Args:
@@ -162,7 +162,7 @@ def _positions(model: CLIP) -> Tensor | None:
     return (units @ units.T).view(side, side, side, side)
 
 
-def layers_of(model: CLIP) -> dict[str, nn.Module]:
+def find_layers(model: CLIP) -> dict[str, nn.Module]:
     """Return the layers of the image tower by name, in order: the outermost blocks and stages."""
 
     def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
@@ -215,7 +215,7 @@ def _grams(model: CLIP, images: Tensor) -> Tensor:
         found.append(flat @ flat.T)
 
     with ExitStack() as after, evaluation_mode(model):
-        for layer in layers_of(model).values():
+        for layer in find_layers(model).values():
             after.callback(layer.register_forward_hook(gram).remove)
         encode_all_tokens(model, images)
     return torch.stack(found)

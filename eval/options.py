@@ -180,9 +180,9 @@ _TASK_OPTIONS = frozenset(field.name for field in fields(Options)) - {"seed"}
 def _options_of_others(task: Task) -> frozenset[str]:
     """Return the options that have no effect on a task."""
     others = _TASK_OPTIONS - {*task.depends_on, *task.other_options}
-    if not task.by_prompts:
+    if not task.uses_prompts:
         others |= {"prompts"}
-    if not task.in_languages:
+    if not task.scores_languages:
         others |= {"language"}
     return others
 
@@ -191,7 +191,7 @@ COMMANDS = {
     "run": Command(
         summary="score models on datasets and suites, on each dataset's main task or the given tasks",
         options=ScoreOptions,
-        run="eval.commands:score",
+        run="eval.run:run_evaluation",
     ),
     **{
         name: Command(
@@ -199,17 +199,17 @@ COMMANDS = {
             options=ScoreOptions,
             without=_options_of_others(task),
             fixed={"task": (name,)},
-            run="eval.commands:score",
+            run="eval.run:run_evaluation",
         )
         for name, task in TASKS.items()
     },
     "verify": Command(
-        options=VerifyOptions, without=_TASK_OPTIONS | {"skip_existing"}, run="eval.commands:verify"
+        options=VerifyOptions, without=_TASK_OPTIONS | {"skip_existing"}, run="eval.verify:run_verify"
     ),
-    "report": Command(options=ReportOptions, run="eval.commands:report"),
-    "compare": Command(options=CompareOptions, run="eval.commands:compare_models"),
-    "soup": Command(options=SoupOptions, run="eval.commands:soup"),
+    "report": Command(options=ReportOptions, run="eval.commands:run_report"),
+    "compare": Command(options=CompareOptions, run="eval.commands:run_compare"),
+    "soup": Command(options=SoupOptions, run="eval.soup:run_soup"),
     "internals": Command(options=InternalsOptions, run="eval.report.internals_page:run_internals"),
-    "list": Command(options=ListOptions, run="eval.commands:list_datasets"),
+    "list": Command(options=ListOptions, run="eval.datasets.catalog:run_list"),
     "new": Command(options=NewOptions, run="eval.datasets.new:run_new"),
 }

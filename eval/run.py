@@ -1,33 +1,54 @@
-"""Score models on datasets: images are encoded once for all tasks, and results are written at once."""
+"""Score models on datasets: images are encoded once for all tasks, and results are written at once.
+
+``python -m eval run`` and the commands named after tasks are at the end.
+"""
 
 import hashlib
 import json
 import math
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from clipkit import CLIP
-from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable
-from clipkit.formats import is_complete, model_hash
-from clipkit.model import ClassTokenizer, image_gflops
+from clipkit import CLIP, distributed, load
+from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
+from clipkit.files import counted, printable
+from clipkit.formats import find_newest_epoch, model_hash, resolve_checkpoint
+from clipkit.model import ClassTokenizer, image_gflops, keep_memory
 from clipkit.samples import MissingSplit, TraitCounts
+from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
-from eval.datasets.dataset import EvalDataset, by_class_names
-from eval.datasets.targets import Target, find_targets
+from eval.datasets.dataset import EvalDataset, prompt_with_bare_names
+from eval.datasets.targets import Target, find_targets, open_available, open_suites, select_languages
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
-from eval.results.details import take_snapshot
-from eval.results.records import write_details, write_snapshot
-from eval.results.scores import PREFIX, Score, append_results, provenance, read_results, time_now, weights_id
-from eval.tasks import TASKS, Options, Task, task_of
+from eval.features.image_models import TIMM, load_image_model, text_tower_error
+from eval.options import ScoreOptions, ScoringOptions
+from eval.readers import Members
+from eval.report.terminal import score_table
+from eval.results.records import write_details
+from eval.results.scores import (
+    Score,
+    append_results,
+    check_appendable,
+    provenance,
+    read_results,
+    time_now,
+    weights_id,
+)
+from eval.tasks import TASKS, Options, Task, get_task
 from eval.tasks.subject import Outcome, Subject
 
+_MAX_SHOWN = 200  # characters of a path in a message
 _LABELED = "of the built-in datasets, emoji and cues have a train split with labels"
 
 
@@ -47,9 +68,11 @@ def check_tasks(
     """
     chosen = dataset.tasks if tasks is None else tuple(tasks)
     for name in chosen:
-        task = task_of(name)
+        task = get_task(name)
         task.check(dataset)
-        for texts in task.texts_of(by_class_names(dataset), classes) if classes else ():
+        if not classes:
+            continue
+        for texts in task.select_texts(prompt_with_bare_names(dataset), classes):
             try:
                 ClassTokenizer(names=tuple(classes))(texts)
             except DataError as error:
@@ -61,19 +84,19 @@ def check_tasks(
 
 
 @dataclass(kw_only=True)
-class Scored:
-    """The results of scoring a model.
+class Results:
+    """The results of scoring models.
 
     Attributes:
         scores: new scores.
-        found: number of scores that the results file had already.
-        trouble: why a dataset or task has no scores.
+        existing: number of scores that the results file had already.
+        errors: why a dataset or task has no scores.
         counts: number of transparent and rotated images, by dataset and split.
     """
 
     scores: list[Score] = field(default_factory=list)
-    found: int = 0
-    trouble: list[ClipkitError] = field(default_factory=list)
+    existing: int = 0
+    errors: list[ClipkitError] = field(default_factory=list)
     counts: dict[tuple[str, str], TraitCounts] = field(default_factory=dict)
 
 
@@ -134,25 +157,26 @@ def evaluate(
             (target,) = find_targets([str(data)])
             subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
             tasks = target.main_tasks if tasks is None else tasks
-    tasks, facts = check_tasks(subject.dataset, tasks), dict[str, Any]()
+    tasks = check_tasks(subject.dataset, tasks)
     encoder = subject.encoder
+    facts: dict[str, Any] = {}
     if out is not None and encoder.ranks.rank == 0:
         facts = provenance(encoder.model, subject.dataset, weights=weights)
         if not weights:
             facts |= {"model": "in memory", "model_hash": model_hash(encoder.model)}
         facts |= origin or {}
-    works = [_Work(subject=subject, task=task, facts=facts) for task in tasks]
-    scored = Scored()
+    jobs = [_Job(subject=subject, task=task, facts=facts) for task in tasks]
+    results = Results()
     path = None if out is None else Path(out)
-    _run_tasks(works, Options(details=False, dims=tuple(dims)), out=path, step=step, scored=scored)
-    for (name, split), counts in encoder.counts.items() if subject is not model else ():
-        for line in counts.lines(
-            encoder.model.preprocess.decoding,
-            background="background='white' in clipkit.load",
-            upright="upright=True in clipkit.load",
-        ).values():
-            warnings.warn(f"dataset {name}, split {split}: {line}", stacklevel=2)
-    return scored.scores
+    _run_jobs(jobs, Options(details=False, dims=tuple(dims)), out=path, step=step, results=results)
+    if subject is not model:
+        settings = {
+            "background": "background='white' in clipkit.load",
+            "upright": "upright=True in clipkit.load",
+        }
+        for line in _describe_traits(results, encoder.model, **settings):
+            warnings.warn(line, stacklevel=2)
+    return results.scores
 
 
 def run_model(
@@ -168,12 +192,12 @@ def run_model(
     batch_size: int = 256,
     origin: Mapping[str, Any] | None = None,
     step: int | None = None,
-    started: Callable[[EvalDataset], Callable[[int], None]] | None = None,
-    scored: Scored,
+    show_progress: Callable[[EvalDataset], Callable[[int], None]] | None = None,
+    results: Results,
 ) -> None:
     """Score one model on datasets, and append the results of each task as soon as they are computed.
 
-    An error of a dataset or task is recorded in ``scored.trouble``; the others are scored.
+    An error of a dataset or task is recorded in ``results.errors``; the others are scored.
 
     Args:
         model: the model to score, perhaps under autocast.
@@ -187,17 +211,13 @@ def run_model(
         batch_size: images encoded at a time.
         origin: provenance for the results: name and identity of the weights.
         step: training step, for the results.
-        started: called with each dataset before its images are encoded; returns a progress callback.
-        scored: receives the results, so that they are available if the run ends early.
-
-    Raises:
-        DataError: the results cannot be written, or features of the prompts are not finite.
+        show_progress: called with each dataset before its images are encoded; returns a progress callback.
+        results: receives the results, so that they are available if the run ends early.
     """
     options = options or Options()
     encoder = Encoder(model, store=store, ranks=ranks, batch_size=batch_size)
-    gflops = image_gflops(model)
-    origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": gflops}
-    works: list[_Work] = []
+    origin = {**(origin or {}), "model_hash": model_hash(model), "gflops": image_gflops(model)}
+    jobs: list[_Job] = []
     classes = model.architecture.text.classes
     for target in targets:
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
@@ -206,21 +226,32 @@ def run_model(
                 check_tasks(subject.dataset, [task], classes=classes)
                 TASKS[task].check_model(model)
                 facts = {**provenance(model, subject.dataset, weights=""), **origin}
-                facts |= {"options": options.text_of(task), "inputs": _inputs(subject, task, options)}
+                facts["options"] = options.describe_options(task)
+                facts["inputs"] = _hash_inputs(subject, task, options)
             except (ConfigError, DataError) as error:
-                scored.trouble.append(error)
+                results.errors.append(error)
             else:
-                works.append(_Work(subject=subject, task=task, facts=facts))
+                jobs.append(_Job(subject=subject, task=task, facts=facts))
     if skip_existing:
-        works = _not_done(works, out, ranks, scored)
-    # the texts of all tasks in one pass, sorted by length
-    texts = (texts for work in works for texts in _texts(work.task, work.subject.dataset, classes))
-    encoder.texts(list(dict.fromkeys(text for own in texts for text in own)), description="the prompts")
-    _run_tasks(works, options, out=out, step=step, scored=scored, started=started, continue_on_error=True)
+        jobs = _skip_complete(jobs, out, ranks, results)
+    texts: dict[str, None] = {}
+    for job in jobs:
+        for task_texts in _select_texts(job.task, job.subject.dataset, classes):
+            texts.update(dict.fromkeys(task_texts))
+    encoder.texts(list(texts), description="the prompts")  # in one pass, sorted by length
+    _run_jobs(
+        jobs,
+        options,
+        out=out,
+        step=step,
+        results=results,
+        show_progress=show_progress,
+        continue_on_error=True,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Work:
+class _Job:
     """One task on one dataset, and the provenance of its results."""
 
     subject: Subject
@@ -228,110 +259,114 @@ class _Work:
     facts: Mapping[str, Any]
 
 
-def _run_tasks(
-    works: list[_Work],
+def _run_jobs(
+    jobs: list[_Job],
     options: Options,
     *,
     out: Path | None,
     step: int | None,
-    scored: Scored,
-    started: Callable[[EvalDataset], Callable[[int], None]] | None = None,
+    results: Results,
+    show_progress: Callable[[EvalDataset], Callable[[int], None]] | None = None,
     continue_on_error: bool = False,
 ) -> None:
     """The evaluation loop: run each task, and append its results on rank 0 as soon as they are computed.
 
     Args:
-        works: consumed, so that the features of a dataset are released after the last of its tasks.
+        jobs: consumed, so that the features of a dataset are released after the last of its tasks.
         options: options of the tasks.
         out: a results file; None writes nothing.
         step: training step, for the results.
-        scored: receives scores, errors and counts.
-        started: called with each dataset; returns its progress callback.
+        results: receives scores, errors and counts.
+        show_progress: called with each dataset; returns its progress callback.
         continue_on_error: whether to continue with the other tasks after an error.
     """
-    before: Subject | None = None
-    while works:
-        work = works.pop(0)
-        encoder = work.subject.encoder
-        if started is not None and work.subject is not before:
-            encoder.progress, before = started(work.subject.dataset), work.subject
-        begun = time.monotonic()
+    subject: Subject | None = None
+    while jobs:
+        job = jobs.pop(0)
+        encoder = job.subject.encoder
+        if show_progress is not None and job.subject is not subject:
+            encoder.progress = show_progress(job.subject.dataset)
+        subject = job.subject
+        started = time.monotonic()
         try:
-            outcomes = _run_task(work, options)
+            outcomes = _run_task(job, options)
         except (ConfigError, DataError) as error:
             if not continue_on_error:
                 raise
-            scored.trouble.append(error)
+            results.errors.append(error)
             continue
-        scored.scores += (scores := [score for _, outcome in outcomes for score in outcome.scores])
-        scored.counts.update(encoder.counts)
+        scores = list(chain.from_iterable(outcome.scores for _, outcome in outcomes))
+        results.scores += scores
+        results.counts.update(encoder.counts)
         if out is None or encoder.ranks.rank > 0:
             continue
-        facts = {**work.facts, "time": time_now()}
-        if "inputs" in work.facts:  # by which --skip-existing finds complete results
+        facts = {**job.facts, "time": time_now()}
+        if "inputs" in job.facts:  # by which --skip-existing finds complete results
             facts["lines"] = len(scores)
-            if TASKS[work.task].learns:  # scored images that are also in the split it learned from
-                facts["train_overlap"] = work.subject.overlap["train"]
-        seconds = round(time.monotonic() - begun, 3)
-        for own, outcome in outcomes:
-            append_results(
-                out, outcome.scores, step=step, provenance={**facts, **own, **outcome.facts}, seconds=seconds
-            )
+            if TASKS[job.task].learns:  # scored images that are also in the split it learned from
+                facts["train_overlap"] = job.subject.overlap["train"]
+        seconds = round(time.monotonic() - started, 3)
+        for outcome_facts, outcome in outcomes:
+            all_facts = {**facts, **outcome_facts, **outcome.facts}
+            append_results(out, outcome.scores, step=step, provenance=all_facts, seconds=seconds)
             for details in outcome.details:
-                write_details(out, details, weights=str(work.facts["weights"]))
+                write_details(out, details, weights=str(job.facts["weights"]))
 
 
-def _texts(task: str, dataset: EvalDataset, classes: Sequence[str]) -> Iterator[Sequence[str]]:
+def _select_texts(task: str, dataset: EvalDataset, classes: Sequence[str]) -> Iterator[Sequence[str]]:
     """Yield the texts that a task encodes, in all languages."""
-    if not (dataset.languages and TASKS[task].in_languages):
-        yield from TASKS[task].texts_of(dataset, classes)
+    if not (dataset.languages and TASKS[task].scores_languages):
+        yield from TASKS[task].select_texts(dataset, classes)
         return
     for language in dataset.languages:
-        yield from TASKS[task].texts_of(dataset.in_language(language)[0])
+        yield from TASKS[task].select_texts(dataset.select_language(language)[0])
 
 
 _Outcomes = list[tuple[dict[str, Any], Outcome]]
 
 
-def _run_task(work: _Work, options: Options) -> _Outcomes:
+def _run_task(job: _Job, options: Options) -> _Outcomes:
     """Run a task, also with prefixes of the embedding if there are any; return provenance and outcomes."""
-    task = TASKS[work.task]
-    outcomes = _in_languages(task, work.subject, options)
-    for dim in options.dims if task.of_prefixes else ():
-        subject = work.subject.of_prefix(dim)
-        for facts, outcome in _in_languages(task, subject, replace(options, details=False)):
-            scores = [
-                replace(one, setting=f"dim {dim}{', ' * bool(one.setting)}{one.setting}")
-                for one in outcome.scores
-            ]
+    task = TASKS[job.task]
+    outcomes = _run_languages(task, job.subject, options)
+    if not task.scores_prefixes:
+        return outcomes
+    for dim in options.dims:
+        subject = job.subject.select_prefix(dim)
+        for facts, outcome in _run_languages(task, subject, replace(options, details=False)):
+            scores = []
+            for score in outcome.scores:
+                setting = f"dim {dim}, {score.setting}" if score.setting else f"dim {dim}"
+                scores.append(replace(score, setting=setting))
             outcomes.append(({**facts, "dim": dim}, replace(outcome, scores=scores)))
     return outcomes
 
 
-def _in_languages(task: Task, whole: Subject, options: Options) -> _Outcomes:
+def _run_languages(task: Task, subject: Subject, options: Options) -> _Outcomes:
     """Run a task, in each language if the dataset has several, and average; return provenance and outcomes."""
-    languages = whole.dataset.languages
-    if not (languages and task.in_languages):
-        return [({}, task.run(whole, options))]
+    languages = subject.dataset.languages
+    if not (languages and task.scores_languages):
+        return [({}, task.run(subject, options))]
     outcomes = _Outcomes()
+    by_metric: dict[str, list[Score]] = {}
     for language in languages:
-        subject = whole.in_language(language)
-        outcome = task.run(subject, options)
-        details = [replace(one, setting=language) for one in outcome.details]
-        facts = provenance(subject.encoder.model, subject.dataset, weights="")
+        translated = subject.select_language(language)
+        outcome = task.run(translated, options)
+        details = [replace(part, setting=language) for part in outcome.details]
+        for score in outcome.scores:
+            by_metric.setdefault(score.metric, []).append(score)
+        facts = provenance(translated.encoder.model, translated.dataset, weights="")
         facts = {key: facts[key] for key in ("prompts", "prompt_count", "captions")}
         outcomes.append(({"language": language, **facts}, replace(outcome, details=details)))
     if len(languages) > 1:
-        by_metric: dict[str, list[Score]] = {}
-        for score in (score for _, outcome in outcomes for score in outcome.scores):
-            by_metric.setdefault(score.metric, []).append(score)
         names = f"{len(languages)} languages" if len(languages) > 4 else ", ".join(languages)
-        mean = [_mean(own, f"mean of {names}") for own in by_metric.values() if len(own) == len(languages)]
-        outcomes.append(({"language": ",".join(languages)}, Outcome(scores=mean)))
+        complete = [scores for scores in by_metric.values() if len(scores) == len(languages)]
+        means = [_average_scores(scores, f"mean of {names}") for scores in complete]
+        outcomes.append(({"language": ",".join(languages)}, Outcome(scores=means)))
     return outcomes
 
 
-def _mean(scores: Sequence[Score], setting: str) -> Score:
+def _average_scores(scores: Sequence[Score], setting: str) -> Score:
     """Average scores of one metric in several languages; ``n`` is the sum, and there is no interval."""
     chances = [score.chance for score in scores if score.chance is not None]
     return replace(
@@ -345,145 +380,329 @@ def _mean(scores: Sequence[Score], setting: str) -> Score:
     )
 
 
-def _inputs(subject: Subject, task: str, options: Options) -> str:
-    """Return a digest of what a task's scores depend on besides the model: images, labels, texts, metrics, options.
-
-    Raises:
-        Unavailable: the task learns from a split that the dataset does not have.
-        DataError: that split is damaged.
-    """
-    known = [subject.metrics, subject.dataset.superclasses, options.text_of(task)]
-    digest = hashlib.sha256(json.dumps(known).encode())
-    splits, name = [subject.dataset], subject.dataset.name
+def _hash_inputs(subject: Subject, task: str, options: Options) -> str:
+    """Hash what a task's scores depend on besides the model: images, labels, texts, metrics, options."""
+    scored = subject.dataset
+    settings = [subject.metrics, scored.superclasses, options.describe_options(task)]
+    digest = hashlib.sha256(json.dumps(settings).encode())
+    splits = [scored]
     if TASKS[task].learns:
-        splits += [one for one in (subject.split("train"), subject.split("val")) if one is not None]
-        if len(splits) == 1 or splits[1].split != "train":
+        train, val = subject.split("train"), subject.split("val")
+        is_builtin = scored.name in BUILTIN
+        if train is None:
             hint = (
                 "put its images into FOLDER/train/CLASS and FOLDER/test/CLASS, or pack a train split next to its "
                 "test shards"
             )
-            if name in BUILTIN:
+            if is_builtin:
                 hint = _LABELED
-            raise MissingSplit(f"dataset {name} has no train split, which {task} learns from: {hint}")
-        if splits[1].labels is None:
-            hint = _LABELED if name in BUILTIN else "add a label to each sample"
+            raise MissingSplit(f"dataset {scored.name} has no train split, which {task} learns from: {hint}")
+        if train.labels is None:
+            hint = _LABELED if is_builtin else "add a label to each sample"
             raise Unavailable(
-                f"split train of dataset {name} has no labels, which {task} learns from: {hint}"
+                f"split train of dataset {scored.name} has no labels, which {task} learns from: {hint}"
             )
+        splits.append(train)
+        if val is not None:
+            splits.append(val)
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
         for values in (dataset.labels, dataset.items, *dataset.metadata.values()):
-            digest.update(b"" if values is None else values.numpy().tobytes())
-    for texts in _texts(task, subject.dataset, subject.encoder.model.architecture.text.classes):
+            if values is not None:
+                digest.update(values.numpy().tobytes())
+    for texts in _select_texts(task, scored, subject.encoder.model.architecture.text.classes):
         digest.update(json.dumps(texts).encode())
     if TASKS[task].describes:
-        digest.update(json.dumps([subject.dataset.captions, subject.dataset.prompts()]).encode())
+        digest.update(json.dumps([scored.captions, scored.prompts()]).encode())
     return digest.hexdigest()[:16]
 
 
-def _not_done(works: Sequence[_Work], out: Path, ranks: Ranks, scored: Scored) -> list[_Work]:
-    """Return the work with incomplete results in the file, as rank 0 reads it: others may see another file."""
+def _skip_complete(jobs: Sequence[_Job], out: Path, ranks: Ranks, results: Results) -> list[_Job]:
+    """Return the jobs with incomplete results in the file, as rank 0 reads it: others may see another file."""
 
     def key(line: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(
-            str(line.get(name)) for name in ("dataset", "split", "task", "model_hash", "dtype", "inputs")
-        )
+        names = ("dataset", "split", "task", "model_hash", "dtype", "inputs")
+        return tuple(str(line.get(name)) for name in names)
 
-    counts = torch.zeros(len(works))
+    counts = torch.zeros(len(jobs))
     if ranks.rank == 0:
-        known: dict[tuple[str, ...], dict[tuple[str, str], Any]] = {}
+        # by job, the stated number of lines of each of its lines
+        lines_by_job: dict[tuple[str, ...], dict[tuple[str, str], Any]] = {}
         for line in read_results(out):
-            of = known.setdefault(key(line), {})
-            of[str(line.get("setting")), str(line.get("metric"))] = line.get("lines")
-        complete = {one: len(lines) for one, lines in known.items() if len(lines) in lines.values()}
-        for i, work in enumerate(works):
-            dataset = work.subject.dataset
-            facts = {"dataset": dataset.name, "split": dataset.split, "task": work.task, **work.facts}
-            counts[i] = complete.get(key(facts), 0)
-    found = [int(count) for count in ranks.gather(counts).tolist()]
-    scored.found += sum(found)
-    return [work for work, count in zip(works, found, strict=True) if not count]
+            lines = lines_by_job.setdefault(key(line), {})
+            lines[str(line.get("setting")), str(line.get("metric"))] = line.get("lines")
+        for i, job in enumerate(jobs):
+            dataset = job.subject.dataset
+            facts = {"dataset": dataset.name, "split": dataset.split, "task": job.task, **job.facts}
+            lines = lines_by_job.get(key(facts), {})
+            if len(lines) in lines.values():
+                counts[i] = len(lines)
+    incomplete = []
+    for job, count in zip(jobs, ranks.gather(counts).tolist(), strict=True):
+        results.existing += int(count)
+        if not count:
+            incomplete.append(job)
+    return incomplete
 
 
-_PRINTED = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
+def _describe_traits(results: Results, model: CLIP, *, background: str, upright: str) -> Iterator[str]:
+    """Yield a line for each trait of the scored images; the arguments are how to set the model's preprocessing."""
+    for (name, split), counts in results.counts.items():
+        lines = counts.lines(model.preprocess.decoding, background=background, upright=upright)
+        for line in lines.values():
+            yield printable(f"dataset {name}, split {split}: {line}")
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The commands that score models.
+
+
+def run_evaluation(options: ScoreOptions) -> int:
+    """Score every model on every dataset, and print the scores even if the run ends early."""
+    with join_ranks(options.device) as device:
+        if not options.data and not options.suite:
+            raise ConfigError("no dataset given: use --data or --suite")
+        check_towers(options.model, options.task)
+        members = Members(image=options.image, captions=options.captions)
+        targets, errors = open_available(
+            options.data, root=options.data_root, prompts=options.prompts, members=members
+        )
+        if not targets and not options.suite:
+            print_errors(errors[1:])
+            raise errors[0]
+        print_errors(errors)
+        all_errors: list[ClipkitError] = [*errors]
+        if not options.suite:
+            _check_any_task(targets, options.task)
+        suite_targets, errors = open_suites(options.suite, root=options.data_root, prompts=options.prompts)
+        selected = []
+        for target in _merge_targets(targets, suite_targets, options.prompts):
+            try:
+                selected.append(select_languages(target, options.language))
+            except DataError as error:
+                errors.append(error)
+        if errors and not selected and targets:
+            raise errors[0]
+        all_errors += errors
+        models = [find_model(name, options.out) for name in dict.fromkeys(options.model)]
+        results = Results()
+        for model in models:
+            if len(models) > 1 and distributed.rank() == 0:
+                print(f"\n{model.name}")
+            before = len(results.errors)
+            try:
+                score_model(model, selected, options.task, options, device, results)
+            except ClipkitError as error:  # continue with the other models
+                if len(models) == 1:
+                    raise
+                results.errors.append(error)
+            if len(models) > 1 and len(results.errors) > before and distributed.rank() == 0:
+                print(f"some scores of {model.name} are missing:", file=sys.stderr)
+            print_errors(results.errors[before:])
+        print_errors(errors)
+        return exit_status([*all_errors, *results.errors], results)
+
+
+@contextmanager
+def join_ranks(device_name: str) -> Iterator[str]:
+    """Join the ranks that torchrun started, and yield this rank's device."""
+    started = distributed.start()
+    try:
+        if device_name == "auto":
+            device_name = str(started)
+        else:
+            try:
+                device = torch.device(device_name)
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"unknown --device {device_name!r}: expected auto, cpu, cuda, mps or xpu"
+                ) from error
+            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+                raise ConfigError(
+                    f"--device {device_name}: this machine has {torch.cuda.device_count()} CUDA devices"
+                )
+        yield device_name
+    finally:
+        distributed.stop()
+
+
+def current_ranks() -> Ranks:
+    """Return the ranks that ``join_ranks`` joined."""
+    return Ranks(rank=distributed.rank(), world=distributed.world_size(), gather=distributed.sum_over_ranks)
+
+
+def check_towers(models: Sequence[str], tasks: Sequence[str]) -> None:
+    """Raise ConfigError if a task needs a text tower and a model's name shows that it has none.
+
+    Without ``tasks`` the datasets' own tasks run, which need texts.
+    """
+    for model in models:
+        if model.startswith(TIMM) and (not tasks or any(TASKS[task].needs_text for task in tasks)):
+            raise text_tower_error(model)
+
+
+def _check_any_task(targets: Sequence[Target], tasks: Sequence[str]) -> None:
+    """Raise the first error, before a model is loaded, if no task fits any dataset."""
+    errors: list[ClipkitError] = []
+    for target in targets:
+        for task in tasks or target.dataset.tasks:
+            try:
+                check_tasks(target.dataset, [task])
+            except DataError as error:
+                errors.append(error)
+            else:
+                return
+    if errors:
+        raise errors[0]
+
+
+def _merge_targets(targets: Sequence[Target], suite_targets: Sequence[Target], prompts: str) -> list[Target]:
+    """Merge named datasets and those of suites."""
+    merged = {target.dataset.name: target for target in targets}
+    for target in suite_targets:
+        if merged.setdefault(target.dataset.name, target).card is not target.card:
+            raise DataError(
+                f"two datasets would both be named {target.dataset.name} (yours and the suite's): rename the folder"
+            )
+    used: set[str] = set()
+    defined: set[str] = set()
+    for target in merged.values():
+        used |= {target.dataset.prompt_set, target.dataset.caption_prompt_set}
+        if target.card is not None:
+            defined |= {*target.card.prompt_sets, *target.card.caption_prompts}
+    if prompts and merged and prompts not in used:
+        hint = "cards define prompt sets in [prompts.NAME], and for captions in [caption_prompts]"
+        if defined:
+            hint = nearest(prompts, defined)
+        raise ConfigError(f"--prompts {prompts}: no dataset has this prompt set ({hint})")
+    return list(merged.values())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scorer:
-    """Scores a model during training, on all ranks, into the run's ``results.jsonl`` and ``snapshots/``.
+class ModelSource:
+    """A model as the user names it, its checkpoint, and the results file."""
 
-    Attributes:
-        model: the model, scored in its state at each call.
-        datasets: the datasets to score on.
-        run: the run folder, to which rank 0 writes.
-        ranks: the ranks that share the work.
-        batch_size: images encoded at a time on each rank.
-        bf16: whether the towers run in bfloat16.
-        dims: sizes of prefixes of the embedding that are scored too.
-        say: called with a line for each of the main scores.
-        record: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``, and for a
-            prefix by ``dataset/task/dim64/metric``.
-        note: called for each dataset and split with the number of transparent and rotated images.
-        as_scored: context manager that puts the model into the state to be scored.
-    """
+    name: str
+    source: str
+    out: Path
 
-    model: CLIP
-    datasets: Sequence[EvalDataset]
-    run: Path
-    ranks: Ranks
-    batch_size: int
-    bf16: bool
-    say: Callable[[str], None]
-    record: Callable[[int, Mapping[str, float]], None]
-    dims: Sequence[int] = ()
-    note: Callable[[str, TraitCounts], None] = lambda images, counts: None
-    as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
-    def score_if_owed(self, step: int) -> None:
-        """Score this step unless rank 0 finds results of it."""
-        owed = 0.0
-        if self.ranks.rank == 0:
-            lines = read_results(self.run / "results.jsonl")
-            done = {str(line.get("dataset")) for line in lines if line.get("step") == step}
-            owed = float(any(dataset.name not in done for dataset in self.datasets))
-        if self.ranks.gather(torch.tensor(owed)).item():
-            self.score(step)
+def find_model(name: str, out: Path | None = None) -> ModelSource:
+    """Resolve a run of clipkit or open_clip to one checkpoint; training may write another meanwhile."""
+    source = name
+    try:
+        path = Path(source).expanduser()
+        if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
+            path = find_newest_epoch(path) or resolve_checkpoint(path)
+            source = str(path)
+    except RuntimeError as error:
+        raise ConfigError(f"no model at {source[:_MAX_SHOWN]!r}: there is no such user") from error
+    except OSError as error:
+        raise ConfigError(f"no model at {source[:_MAX_SHOWN]!r}: {error.strerror}") from error
+    if out is None:
+        in_run = path.absolute().parent.name == "checkpoints"
+        out = (path.parent.parent if in_run else Path()) / "results.jsonl"
+    return ModelSource(name=name, source=source, out=out)
 
-    def score(self, step: int) -> None:
-        """Append the scores to the results, and write a snapshot."""
-        # the hash of the checkpoint if it is written, as other scores of it say; it is at the end of a training
-        folder = self.run / "checkpoints" / f"step_{step:08d}"
-        weights = f"{self.run.name} at step {step}"
-        if self.ranks.rank == 0 and is_complete(folder):
-            weights = weights_id(str(folder))[0]
-        with self.as_scored():
-            for dataset in self.datasets:
-                self._score(dataset, step, weights)
 
-    def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
-        with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
-            subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
-            scores = evaluate(
-                subject,
-                dims=self.dims,
-                out=self.run / "results.jsonl",
+def score_model(
+    source: ModelSource,
+    targets: Sequence[Target],
+    tasks: Sequence[str],
+    options: ScoringOptions,
+    device: str,
+    results: Results,
+) -> None:
+    """Load a model, score it, and print its scores; errors of datasets and tasks are added to the results."""
+    keep_memory()
+    if source.source.startswith(TIMM):
+        if options.dims:
+            raise ConfigError(f"--dim requires a CLIP, not {source.source}")
+        model: CLIP = load_image_model(source.source, device=device)
+    else:
+        model = load(source.source, name=options.name, device=device)
+    if max(options.dims, default=0) >= model.dim:
+        raise ConfigError(
+            f"--dim {options.dims[-1]}: expected numbers below {model.dim}, the whole embedding"
+        )
+    model.preprocess = model.preprocess.replace_decoding(
+        background=options.background, upright=options.upright, pixel_range=options.pixel_range
+    )
+    check_appendable(source.out)  # before anything is computed
+    weights, step = weights_id(source.source)
+    ranks = current_ranks()
+    store: Path | None = None
+    if options.features is None:
+        store = cache_folder() / "features"
+    elif options.features:
+        store = Path(options.features).expanduser()
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty() or ranks.rank > 0,
+    )
+
+    def show_progress(dataset: EvalDataset) -> Callable[[int], None]:
+        bar = progress.add_task(dataset.name, total=len(dataset))
+        return lambda images: progress.advance(bar, images * ranks.world)
+
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+    autocast: AbstractContextManager[Any] = nullcontext()
+    if dtype is not torch.float32:
+        autocast = torch.autocast(torch.device(device).type, dtype)
+    model_results = Results(errors=results.errors)
+    try:
+        with progress, autocast:
+            run_model(
+                model,
+                targets,
+                out=source.out,
+                tasks=tasks,
+                options=options,
+                skip_existing=options.skip_existing,
+                store=store,
+                ranks=ranks,
+                batch_size=options.batch_size,
+                origin={"model": source.name, "weights": weights},
                 step=step,
-                weights=weights,
-                origin={"model": str(self.run)},
+                show_progress=show_progress,
+                results=model_results,
             )
-            snapshot = take_snapshot(subject, step=step)  # by all ranks, which share the texts
-        for (name, split), counts in subject.encoder.counts.items():
-            self.note(f"dataset {name}, split {split}", counts)
-        if self.ranks.rank > 0:
-            return
-        write_snapshot(self.run, snapshot)
-        values: dict[str, float] = {}
-        for score in scores:
-            prefix = score.setting.replace(" ", "") if PREFIX.fullmatch(score.setting) else ""
-            values["/".join(filter(None, (score.dataset, score.task, prefix, score.metric)))] = score.value
-            if score.metric in _PRINTED and not prefix:
-                self.say(
-                    f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
-                    f"[{score.low or 0:.1%}, {score.high or 1:.1%}] chance {score.chance or 0:.1%}"
-                )
-        self.record(step, values)
+    finally:
+        results.scores += model_results.scores
+        results.existing += model_results.existing
+        if model_results.scores and ranks.rank == 0:
+            Console(highlight=False).print(score_table(model_results.scores))
+    if ranks.rank > 0:
+        return
+    settings = {
+        "background": "--background white" if options.background is None else "",
+        "upright": "--upright" if options.upright is None else "",
+    }
+    for line in _describe_traits(model_results, model, **settings):
+        print(line, file=sys.stderr)
+    skipped = f", skipped {model_results.existing} existing" if options.skip_existing else ""
+    print(f"wrote {counted(len(model_results.scores), 'line')} to {source.out.absolute()}{skipped}")
+
+
+def print_errors(errors: Sequence[ClipkitError]) -> None:
+    """Print each distinct reason why a dataset or task has no scores, on rank 0."""
+    if distributed.rank() > 0:
+        return
+    lines: dict[str, None] = {}
+    for error in errors:
+        is_missing = isinstance(error, Unavailable) and error.cause == "missing"
+        lines[f"{'not found' if is_missing else 'not scored'}: {error}"] = None
+    for line in lines:
+        print(printable(line), file=sys.stderr)
+
+
+def exit_status(errors: Sequence[ClipkitError], results: Results) -> int:
+    """Return the exit status: 1 if something was damaged, or there is no score at all."""
+    if not all(isinstance(error, Unavailable) for error in errors):
+        return 1
+    return 0 if results.scores or results.existing else 1

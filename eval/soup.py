@@ -9,18 +9,52 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from clipkit import CLIP
+from clipkit import CLIP, distributed
 from clipkit.errors import ConfigError, DataError
 from clipkit.export import interpolate, load_alike
+from clipkit.files import resolve_output
+from clipkit.formats import check_free, save_model
 from clipkit.samples import MissingSplit
-from eval.datasets.targets import Target
+from eval.datasets.targets import Target, find_targets
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.metrics import METRICS
-from eval.run import evaluate
+from eval.options import SoupOptions
+from eval.run import current_ranks, evaluate, find_model, join_ranks
 from eval.tasks import TASKS
 from eval.tasks.subject import Subject
 
 _HELD_OUT = "val"
+
+
+def run_soup(options: SoupOptions) -> int:
+    """Write the greedy soup of models."""
+    with join_ranks(options.device) as device:
+        out = resolve_output(options.out)
+        leads = distributed.rank() == 0
+        if leads:
+            check_free(out)
+        targets = find_targets(options.data, root=options.data_root, prompts=options.prompts)
+        targets = [select_held_out(target, options.split) for target in targets]
+        sources = [find_model(source).source for source in options.model]
+        soup = greedy_soup(
+            sources,
+            targets,
+            name=options.name,
+            device=device,
+            ranks=current_ranks(),
+            batch_size=options.batch_size,
+            say=print if leads else lambda line: None,
+        )
+        if not leads:
+            return 0
+        data = [f"{target.dataset.name}, split {target.dataset.split}" for target in targets]
+        facts = {"mean": soup.selected, "score": soup.score, "scores": soup.scores, "data": data}
+        save_model(soup.model, out, made_from=facts)
+        print(
+            f"wrote {out}: the mean of {len(soup.selected)} of {len(sources)} models, {soup.score:.4f} on "
+            f"{' and '.join(data)}; the best model alone {max(soup.scores.values()):.4f}"
+        )
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,15 +74,12 @@ class Soup:
     score: float
 
 
-def held_out(target: Target, split: str = "") -> Target:
+def select_held_out(target: Target, split: str = "") -> Target:
     """Return the images of a dataset that models are selected on.
 
     Args:
         target: the dataset.
         split: name of the split; "" for the validation split if there is one, else the test split.
-
-    Raises:
-        DataError: there is no such split, or it is damaged.
     """
     if (split or _HELD_OUT) == target.dataset.split:
         return target
@@ -90,37 +121,38 @@ def greedy_soup(
         raise ConfigError("a soup needs two or more models: repeat --model")
 
     def score(model: CLIP) -> float:
-        return fmean(_primary(model, target, ranks, batch_size) for target in targets)
+        return fmean(_score_primary(model, target, ranks, batch_size) for target in targets)
 
     scores: dict[str, float] = {}
     for source, model in zip(sources, load_alike(sources, name=name, device=device), strict=True):
         scores[source] = score(model)
         say(f"{scores[source]:.4f}  {source}")
-    first, *others = sorted(sources, key=lambda one: -scores[one])
+    first, *others = sorted(sources, key=scores.__getitem__, reverse=True)
     del model
     (soup,) = load_alike([first], name=name, device=device)
-    best, selected = scores[first], [first]
+    best = scores[first]
+    selected = [first]
     for source in others:
         (model,) = load_alike([source], name=name, device=device)
         interpolate(soup, model, 1 / (len(selected) + 1), into=model)
-        found = score(model)
-        kept = found >= best
-        say(f"{found:.4f}  with {source}: {'kept' if kept else 'left out'}")
-        if kept:
-            soup, best = model, found
+        mean_score = score(model)
+        is_better = mean_score >= best
+        say(f"{mean_score:.4f}  with {source}: {'kept' if is_better else 'left out'}")
+        if is_better:
+            soup = model
+            best = mean_score
             selected.append(source)
     return Soup(model=soup, scores=scores, selected=tuple(selected), score=best)
 
 
-def _primary(model: CLIP, target: Target, ranks: Ranks, batch_size: int) -> float:
+def _score_primary(model: CLIP, target: Target, ranks: Ranks, batch_size: int) -> float:
     """Score a model by a dataset's primary metric, negated if smaller values are better."""
     task = (target.dataset.tasks if target.card is None else target.card.tasks)[0]
     metric = (*target.metrics, TASKS[task].metric)[0]
     encoder = Encoder(model, ranks=ranks, batch_size=batch_size)
     subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
-    found = [one.value for one in evaluate(subject, tasks=[task]) if one.metric == metric]
-    if not found:
+    values = [score.value for score in evaluate(subject, tasks=[task]) if score.metric == metric]
+    if not values:
         raise DataError(f"dataset {target.dataset.name}: {metric} is undefined for its images")
-    return (
-        found[-1] if METRICS[metric].larger_is_better else -found[-1]
-    )  # in several languages, the last is the mean
+    value = values[-1]  # in several languages, the last is the mean
+    return value if METRICS[metric].larger_is_better else -value

@@ -17,8 +17,16 @@ def test_published_layouts_are_trained_on(layout: str, trainings: Trainings, tmp
     image, captions = SETTINGS[layout]
     write_published(layout, tmp_path / "data" / "0.tar", 4 * BATCH)
     settings = (f"data.train={tmp_path / 'data'}", "steps=5", f"data.captions={json.dumps(captions)}")
-    more = (f"data.image={image}", "data.caption_choice=random")
+    more = (
+        f"data.image={image}",
+        "data.caption_choice=random",
+        f'eval.data=["{tmp_path / "data"}","digits"]',
+    )
     trainings.run(tmp_path / "run", *settings, *more)
+    scores = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
+    assert {(score["dataset"], score["task"]) for score in scores} == {
+        ("data", "retrieval"), ("digits", "zero-shot"),
+    }  # fmt: skip
     lines = metrics(tmp_path / "run")
     assert len(lines) == 5 and all(line["bad_samples"] == 0 for line in lines)
     if image:

@@ -10,10 +10,12 @@ from eval.datasets.card import (
     Published,
     Sources,
     Torchvision,
+    card_names,
+    load_card,
     parse_card,
     read_card,
 )
-from eval.datasets.catalog import Suite, card_names, load_card, load_suite, suite_names
+from eval.datasets.catalog import Suite, load_suite, suite_names
 
 __all__ = [
     "Card",

@@ -8,7 +8,7 @@ order.
 import tomllib
 import unicodedata
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -19,14 +19,14 @@ import msgspec
 
 from clipkit.errors import DataError, nearest
 from clipkit.files import counted, load_prompts
-from eval.metrics import METRICS, metric_of
+from eval.datasets.dataset import list_some
+from eval.metrics import METRICS, get_metric
 from eval.tasks import TASKS
 
 DATASETS = Path(__file__).parent  # clipkit's own cards
 FOLDER = "folder"  # names or templates that are next to the images
 _IMAGENET_NAMES = "open_clip:IMAGENET_CLASSNAMES"
 _IMAGENET_TEMPLATES = ("open_clip:OPENAI_IMAGENET_TEMPLATES", "open_clip:SIMPLE_IMAGENET_TEMPLATES")
-_NAMED = 3  # missing classes in a message
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Texts = Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
@@ -59,18 +59,18 @@ class MetricKind:
     columns: tuple[str, ...] = ()
     superclasses: bool = False
 
-    def fitting(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
+    def list_metrics(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
         """Return the metrics that apply to some of the tasks; larger values of a primary metric are better."""
-        names = [*METRICS, *(f"worst_{column}_acc{k}" for column in self.columns for k in (1, 5))]
-        return tuple(
-            name
-            for name in names
-            if any(self._fits(name, task) for task in tasks)
-            and not (primary and name in METRICS and not METRICS[name].larger_is_better)
-        )
+        names = list(METRICS)
+        if primary:
+            names = [name for name in METRICS if METRICS[name].larger_is_better]
+        for column in self.columns:
+            names += [f"worst_{column}_acc1", f"worst_{column}_acc5"]
+        return tuple(name for name in names if any(self._fits(name, task) for task in tasks))
 
     def _fits(self, name: str, task_name: str) -> bool:
-        metric, task = metric_of(name), TASKS[task_name]
+        task = TASKS[task_name]
+        metric = get_metric(name)
         assert metric is not None
         if task.fits != "labels":
             # scores on cards are fractions
@@ -87,12 +87,10 @@ class MetricKind:
 
     def find_misfit(self, metrics: Sequence[str], tasks: Sequence[str], *, primary: bool = False) -> str:
         """Describe the first metric that applies to none of the tasks; "" if there is none."""
-        fitting = self.fitting(tasks, primary=primary)
+        applicable = self.list_metrics(tasks, primary=primary)
         for name in metrics:
-            if name not in fitting:
-                return (
-                    f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {', '.join(fitting)}"
-                )
+            if name not in applicable:
+                return f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {', '.join(applicable)}"
         return ""
 
 
@@ -120,15 +118,11 @@ class Prompts(_Table, frozen=True, kw_only=True):
 
 
 class Torchvision(_Table, frozen=True, kw_only=True):
-    """A class of ``torchvision.datasets``, its arguments besides the split, and its splits by our names."""
+    """A class of ``torchvision.datasets``, its arguments besides the split, and its splits by the card's names."""
 
     name: Text = msgspec.field(name="class")
     arguments: Mapping[str, Any] = {}
     splits: Mapping[str, Text] = {}
-
-    def split(self, ours: str) -> str:
-        """Return the split of ``eval.readers`` for a split of the card: "all" may be the test split."""
-        return self.splits.get(ours, ours)
 
 
 class Hub(_Table, frozen=True, kw_only=True):
@@ -160,13 +154,17 @@ class Sources(_Table, frozen=True, kw_only=True):
     @property
     def folders(self) -> tuple[str, ...]:
         """Names that a published folder may have below a data root."""
-        return tuple(filter(None, (self.clip_benchmark, self.datacomp)))
+        return tuple(folder for folder in (self.clip_benchmark, self.datacomp) if folder)
 
     @property
     def urls(self) -> tuple[str, ...]:
         """URLs of the published folders."""
-        places = (("clip-benchmark", self.clip_benchmark), ("djghosh", self.datacomp))
-        return tuple(f"hf://datasets/{owner}/{folder}" for owner, folder in places if folder)
+        urls = []
+        if self.clip_benchmark:
+            urls.append(f"hf://datasets/clip-benchmark/{self.clip_benchmark}")
+        if self.datacomp:
+            urls.append(f"hf://datasets/djghosh/{self.datacomp}")
+        return tuple(urls)
 
 
 class Paper(_Table, frozen=True, kw_only=True):
@@ -312,19 +310,20 @@ class Card(_Table, frozen=True, kw_only=True):
     @property
     def expected(self) -> tuple[Expected, ...]:
         """The scores that models must reach."""
-        return tuple(
-            Expected(
-                model=model,
-                value=value,
-                task=one.task,
-                metric=one.metric,
-                prompts=one.prompts,
-                tolerance=one.tolerance,
-                source=one.source,
-            )
-            for one in self.expected_scores
-            for model, value in one.values.items()
-        )
+        expected = []
+        for scores in self.expected_scores:
+            for model, value in scores.values.items():
+                score = Expected(
+                    model=model,
+                    value=value,
+                    task=scores.task,
+                    metric=scores.metric,
+                    prompts=scores.prompts,
+                    tolerance=scores.tolerance,
+                    source=scores.source,
+                )
+                expected.append(score)
+        return tuple(expected)
 
     def metric_kind(self) -> MetricKind:
         """Return the properties that determine which metrics apply."""
@@ -337,16 +336,17 @@ class Card(_Table, frozen=True, kw_only=True):
 
     def check_size(self, split: str, images: int) -> None:
         """Raise DataError if a split does not have the stated number of images."""
-        if (stated := self.splits.get(split, images)) != images:
+        expected = self.splits.get(split, images)
+        if images != expected:
             how = f"download it again: {self.get or self.home}"
             if not (self.get or self.home):  # a user's own dataset
                 how = f"restore the missing images, or set {split!r} of [splits] in its card to {images}"
             raise DataError(
                 f"dataset {self.name}: split {split!r} has {counted(images, 'image')}, "
-                f"its card says {stated:,}; {how}"
+                f"its card says {expected:,}; {how}"
             )
 
-    def class_order(self, keys: Sequence[str]) -> tuple[int, ...]:
+    def match_classes(self, keys: Sequence[str]) -> tuple[int, ...]:
         """Bind a dataset's classes to the card's classes by their keys, never by their order.
 
         A key may be a folder's name, a line of ``classnames.txt``, or one of torchvision's classes. It is looked up
@@ -358,82 +358,70 @@ class Card(_Table, frozen=True, kw_only=True):
 
         Returns:
             By label, the index of the class in ``self.keys``.
-
-        Raises:
-            DataError: a key is unknown or repeated, or a class is missing.
         """
-        found: list[int | None] = [None] * len(keys)
-        for loose, numbers in self._lookups():
+        matches: list[int | None] = [None] * len(keys)
+        for normalize, classes in self._class_lookups():
             for label, key in enumerate(keys):
-                if found[label] is None:
-                    found[label] = numbers.get(loose_form(key) if loose else key)
-            if None not in found:
+                if matches[label] is None:
+                    matches[label] = classes.get(normalize(key))
+            if None not in matches:
                 break
-        bound = [number for number in found if number is not None]
-        if len(bound) == len(keys) == len(self.keys) == len(set(bound)):
-            return tuple(bound)
-        if self.label_is_line and len(keys) == len(self.keys) <= 2 * len(bound):
-            for label, one in enumerate(found):
-                if one not in (None, label):
+        order = [i for i in matches if i is not None]
+        if len(order) == len(keys) == len(self.keys) == len(set(order)):
+            return tuple(order)
+        if self.label_is_line and len(keys) == len(self.keys) <= 2 * len(order):
+            for label, i in enumerate(matches):
+                if i not in (None, label):
                     raise DataError(
                         f"card {self.name}: line {label + 1} of the class names is {keys[label]!r}, which is class "
-                        f"{one}: they are not in the order of the card"
+                        f"{i}: they are not in the order of the card"
                     )
             return tuple(range(len(keys)))
-        seen: dict[int, int] = {}
-        for label, number in enumerate(found):
-            if number is None:
+        labels: dict[int, int] = {}
+        for label, i in enumerate(matches):
+            if i is None:
                 hint = nearest(keys[label], self.keys)
                 raise DataError(f"card {self.name}: unknown class {keys[label]!r} (label {label}), {hint}")
-            if number in seen:
-                first, second = keys[seen[number]], keys[label]
+            if i in labels:
                 raise DataError(
-                    f"card {self.name}: labels {seen[number]} and {label} are the same class, "
-                    f"{first!r} and {second!r}"
+                    f"card {self.name}: labels {labels[i]} and {label} are the same class, {keys[labels[i]]!r} and "
+                    f"{keys[label]!r}"
                 )
-            seen[number] = label
-        missing = [repr(key) for number, key in enumerate(self.keys) if number not in seen]
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+            labels[i] = label
+        missing = [repr(key) for i, key in enumerate(self.keys) if i not in labels]
         raise DataError(
-            f"card {self.name}: the dataset lacks {', '.join(missing[:_NAMED])}{more} of its {len(self.keys)} "
-            "classes"
+            f"card {self.name}: the dataset lacks {list_some(missing)} of its {len(self.keys)} classes"
         )
 
-    def _lookups(self) -> Iterator[tuple[bool, dict[str, int]]]:
-        """Yield, in order of precedence, whether to compare loosely, and the class of each unambiguous word."""
-        keys = [
-            (word, number)
-            for number, key in enumerate(self.keys)
-            for word in (
-                key,
-                *_several(self.aliases.get(key, ())),
-                *([str(number)] if self.label_is_line else []),
-            )
-        ]
-        names = [
-            (name, number)
-            for prompt_set in self.prompt_sets
-            for number, own in enumerate(self._names(prompt_set) or ())
-            for name in own
-        ]
-        for words in (keys, names):
-            for loose in (False, True):
-                found: dict[str, int | None] = {}
-                for word, number in words:
-                    form = loose_form(word) if loose else word
-                    if found.setdefault(form, number) != number:
-                        found[form] = None
-                yield (
-                    loose,
-                    {form: one for form, one in found.items() if one is not None and (form or not loose)},
-                )
+    def _class_lookups(self) -> Iterator[tuple[Callable[[str], str], dict[str, int]]]:
+        """Yield, in order of precedence, a form of words and the class of each word in this form."""
+        keys: list[tuple[str, int]] = []
+        for i, key in enumerate(self.keys):
+            words = (key, *_as_tuple(self.aliases.get(key, ())))
+            keys += [(word, i) for word in words]
+            if self.label_is_line:
+                keys.append((str(i), i))
+        names: list[tuple[str, int]] = []
+        for prompt_set in self.prompt_sets:
+            for i, class_names in enumerate(self._names(prompt_set) or ()):
+                names += [(name, i) for name in class_names]
+        for classes_of_words in (keys, names):
+            for normalize in (str, simplify_key):
+                classes: dict[str, set[int]] = {}
+                for word, i in classes_of_words:
+                    classes.setdefault(normalize(word), set()).add(i)
+                if normalize is simplify_key:
+                    classes.pop("", None)  # words without letters and digits
+                yield normalize, {word: same.pop() for word, same in classes.items() if len(same) == 1}
 
-    def superclass_of(self, keys: Sequence[str]) -> tuple[str, ...]:
+    def list_superclasses(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the superclass of each of a dataset's classes; () without superclasses."""
         if not self.superclasses:
             return ()
-        above = {key: name for name, below in self.superclasses.items() for key in below}
-        return tuple(above[self.keys[number]] for number in self.class_order(keys))
+        superclass_of = {}
+        for name, members in self.superclasses.items():
+            superclass_of.update(dict.fromkeys(members, name))
+        return tuple(superclass_of[self.keys[i]] for i in self.match_classes(keys))
 
     def prompts(self, prompt_set: str, keys: Sequence[str], templates: Sequence[str] = ()) -> PromptSet:
         """Return a prompt set in the order of a dataset's labels.
@@ -443,9 +431,6 @@ class Card(_Table, frozen=True, kw_only=True):
             keys: the dataset's class keys by label; () if it only numbers its classes, which works if the numbers
                 are keys or aliases.
             templates: the templates next to its images, for prompt sets that use them.
-
-        Raises:
-            DataError: there is no such prompt set, or the classes cannot be bound.
         """
         if prompt_set not in self.prompt_sets:
             hint = nearest(prompt_set, self.prompt_sets) if self.prompt_sets else "it has none"
@@ -454,14 +439,16 @@ class Card(_Table, frozen=True, kw_only=True):
         if self.classes is not None and len(keys) != self.classes:
             raise DataError(f"card {self.name} has {self.classes} classes, the dataset {len(keys)}")
         names = self._names(prompt_set)
-        class_names: tuple[tuple[str, ...], ...] = tuple((key,) for key in keys)
-        if names is not None:
-            class_names = tuple(names[number] for number in self.class_order(keys))
-        chosen: str | tuple[str, ...] = prompt_set
-        while chosen in self.prompt_sets:
-            chosen = self.prompt_sets[str(chosen)].templates
-        if isinstance(chosen, str):
-            chosen = tuple(templates) if chosen == FOLDER else _from_open_clip(chosen)
+        class_names: tuple[tuple[str, ...], ...]
+        if names is None:
+            class_names = tuple((key,) for key in keys)
+        else:
+            class_names = tuple(names[i] for i in self.match_classes(keys))
+        chosen = self._dereference(prompt_set, "templates")
+        if chosen == FOLDER:
+            chosen = tuple(templates)
+        elif isinstance(chosen, str):
+            chosen = _load_open_clip_list(chosen)
         if not chosen:
             raise DataError(
                 f"card {self.name}: prompts {prompt_set!r} use the templates next to the images, but there are none"
@@ -471,37 +458,44 @@ class Card(_Table, frozen=True, kw_only=True):
 
     def _names(self, prompt_set: str) -> tuple[tuple[str, ...], ...] | None:
         """Return the names of each class; None if they are the dataset's own keys."""
-        names = self.prompt_sets[prompt_set].names
-        if not isinstance(names, str):
-            return tuple(_several(names.get(key, key)) for key in self.keys) if self.keys else None
-        if names == FOLDER:
+        names = self._dereference(prompt_set, "names")
+        if names == FOLDER or not self.keys:
             return None
-        if names.startswith("open_clip:"):
+        if isinstance(names, str):
             return tuple((imagenet_names()[key],) for key in self.keys)
-        return self._names(names)
+        return tuple(_as_tuple(names.get(key, key)) for key in self.keys)
+
+    def _dereference(self, prompt_set: str, field: str) -> Any:
+        """Return the names or templates of a prompt set, or of the set that it refers to."""
+        value = getattr(self.prompt_sets[prompt_set], field)
+        if isinstance(value, str) and value in self.prompt_sets:
+            return getattr(self.prompt_sets[value], field)
+        return value
 
 
-def _several(words: str | tuple[str, ...]) -> tuple[str, ...]:
+def _as_tuple(words: str | tuple[str, ...]) -> tuple[str, ...]:
     return (words,) if isinstance(words, str) else words
 
 
-def loose_form(key: str) -> str:
+def simplify_key(key: str) -> str:
     """Return the letters and digits without case and accents; of a number also without leading zeros."""
-    plain = "".join(one for one in unicodedata.normalize("NFKD", key).casefold() if one.isalnum())
-    return (plain.lstrip("0") or "0") if plain.isdecimal() else plain
+    plain = "".join(filter(str.isalnum, unicodedata.normalize("NFKD", key).casefold()))
+    if plain.isdecimal():
+        return plain.lstrip("0") or "0"
+    return plain
 
 
-def _from_open_clip(name: str) -> tuple[str, ...]:
+def _load_open_clip_list(name: str) -> tuple[str, ...]:
     """Return one of open_clip's lists; its templates are functions of the class name."""
     values = load_prompts(name.removeprefix("open_clip:"))
-    return tuple(value if isinstance(value, str) else value("{c}") for value in values)
+    return tuple(value("{c}") if callable(value) else value for value in values)
 
 
 @cache
 def imagenet_names() -> dict[str, str]:
     """Return open_clip's class names by WordNet id; the keys of the card imagenet1k are in label order."""
     keys = read_card(DATASETS / "imagenet1k.toml").keys
-    return dict(zip(keys, _from_open_clip(_IMAGENET_NAMES), strict=True))
+    return dict(zip(keys, _load_open_clip_list(_IMAGENET_NAMES), strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -523,12 +517,22 @@ def read_card(path: Path, *, name: str = "") -> Card:
     return parse_card(text, name=name or path.stem, file=str(path))
 
 
-def parse_card(text: str, *, name: str, file: str) -> Card:
-    """Parse a card; ``file`` is its name in messages.
+@cache
+def card_names() -> tuple[str, ...]:
+    """Return the names of all cards."""
+    return tuple(sorted(path.stem for path in DATASETS.glob("*.toml") if path.stem != "suites"))
 
-    Raises:
-        DataError: its content is invalid.
-    """
+
+@cache
+def load_card(name: str) -> Card:
+    """Return a dataset's card; raise DataError if there is none."""
+    if name not in card_names():
+        raise DataError(f"no card for dataset {name!r}: {nearest(name, card_names())}")
+    return read_card(DATASETS / f"{name}.toml")
+
+
+def parse_card(text: str, *, name: str, file: str) -> Card:
+    """Parse a card; ``file`` is its name in messages."""
     try:
         table = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError also for numbers with thousands of digits
@@ -543,8 +547,10 @@ def parse_card(text: str, *, name: str, file: str) -> Card:
     if card.keys and card.classes not in (None, len(card.keys)):
         raise DataError(f"{file}: classes = {card.classes}, but there are {len(card.keys)} keys")
     if not card.prompt_sets.get("simple") and (card.classes or card.keys):
-        names = next(iter(card.prompt_sets), None) if card.keys else FOLDER
-        simple = Prompts(names=names or {}, templates=("a photo of a {c}.",), source="the plainest prompt")
+        names: str | dict[str, Words] = FOLDER
+        if card.keys:
+            names = next(iter(card.prompt_sets), {})
+        simple = Prompts(names=names, templates=("a photo of a {c}.",), source="the plainest prompt")
         card = msgspec.structs.replace(card, prompt_sets={**card.prompt_sets, "simple": simple})
     card = msgspec.structs.replace(card, classes=len(card.keys) or card.classes)
     mistake = _find_mistake(card)
@@ -558,44 +564,39 @@ def _find_mistake(card: Card) -> str:
 
     What only the authors of clipkit's own cards write is checked by their tests.
     """
-    if repeated := [key for key, count in Counter(card.keys).items() if count > 1]:
-        return f"keys has {repeated[0]!r} several times"
-    if unknown := [task for task in card.tasks if task not in TASKS]:
-        return f"tasks has an unknown task {unknown[0]!r}: {nearest(unknown[0], TASKS)}"
+    for key, count in Counter(card.keys).items():
+        if count > 1:
+            return f"keys has {key!r} several times"
+    for task in card.tasks:
+        if task not in TASKS:
+            return f"tasks has an unknown task {task!r}: {nearest(task, TASKS)}"
     if card.tasks:
         kind = card.metric_kind()
-        if misfit := kind.find_misfit([card.metric], card.tasks[:1], primary=True):
+        misfit = kind.find_misfit([card.metric], card.tasks[:1], primary=True)
+        if misfit:
             return f"metric: {misfit}"
-        if misfit := kind.find_misfit(card.further, card.tasks):
+        misfit = kind.find_misfit(card.further, card.tasks)
+        if misfit:
             return f"further: {misfit}"
-    names_of_classes: dict[str, Mapping[str, Words] | str] = {"aliases": card.aliases}
+    names_of_classes: dict[str, Mapping[str, Words]] = {"aliases": card.aliases}
     for prompt_set, prompts in card.prompt_sets.items():
-        names_of_classes[f"prompts.{prompt_set}.names"] = prompts.names
-        for key, lists in (("names", (_IMAGENET_NAMES,)), ("templates", _IMAGENET_TEMPLATES)):
-            if not _ends(card, prompt_set, key, (FOLDER, *lists)):
-                known = [other for other in (FOLDER, *lists, *card.prompt_sets) if other != prompt_set]
-                value = getattr(prompts, key)
-                return f"prompts.{prompt_set}.{key} = {value!r} leads to no list: {nearest(value, known)}"
+        if not isinstance(prompts.names, str):
+            names_of_classes[f"prompts.{prompt_set}.names"] = prompts.names
+        for field, lists in (("names", (_IMAGENET_NAMES,)), ("templates", _IMAGENET_TEMPLATES)):
+            value = card._dereference(prompt_set, field)
+            if isinstance(value, str) and value not in (FOLDER, *lists):
+                reference = getattr(prompts, field)
+                sources = {FOLDER, *lists, *card.prompt_sets} - {prompt_set}
+                hint = nearest(reference, sources)
+                return f"prompts.{prompt_set}.{field} = {reference!r} leads to no list: {hint}"
     for table, names in names_of_classes.items():
-        for key in names if not isinstance(names, str) else ():
+        for key in names:
             if key not in card.keys:
                 return f"{table} has {key!r}, which is none of keys: {nearest(key, card.keys)}"
     if card.superclasses and sorted(chain(*card.superclasses.values())) != sorted(card.keys):
         return "superclasses must have each of keys once"
     for score in card.expected_scores:
-        known_prompts = card.caption_prompts if score.task == "retrieval" else card.prompt_sets
-        if score.prompts and score.prompts not in known_prompts:
+        prompt_sets = card.caption_prompts if score.task == "retrieval" else card.prompt_sets
+        if score.prompts and score.prompts not in prompt_sets:
             return f"expected has the prompts {score.prompts!r}, which the card does not have"
     return ""
-
-
-def _ends(card: Card, prompt_set: str, key: str, lists: Sequence[str]) -> bool:
-    """Whether a prompt set refers, perhaps through others, to a list rather than to nothing or to itself."""
-    seen = {prompt_set}
-    value = getattr(card.prompt_sets[prompt_set], key)
-    while isinstance(value, str) and value not in lists:
-        if value in seen or value not in card.prompt_sets:
-            return False
-        seen.add(value)
-        value = getattr(card.prompt_sets[value], key)
-    return True

@@ -6,6 +6,7 @@ Letters in shape comments: N images, C classes.
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain, product
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ SPLITS = ("train", "val", TEST)
 DEFAULT_TEMPLATES = ("a photo of a {c}.",)  # for datasets without templates
 
 
-def short_hash(*values: object) -> str:
+def hash_values(*values: object) -> str:
     """Return 16 hexadecimal digits for values with a unique ``repr``."""
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
 
@@ -43,7 +44,10 @@ class SampleImages:
         member: str = "",
         cells: Sequence[tuple[int, str]] | None = None,
     ) -> None:
-        self.samples, self.files, self.member, self.cells = samples, files, member, cells
+        self.samples = samples
+        self.files = files
+        self.member = member
+        self.cells = cells
 
     def __len__(self) -> int:
         return len(self.samples if self.cells is None else self.cells)
@@ -52,28 +56,28 @@ class SampleImages:
         """Return some of the images."""
         return SampleImages(self.samples, self.files, cells=[self._cell(row) for row in rows])
 
-    def _cell(self, number: int) -> tuple[int, str]:
-        return (number, self.member) if self.cells is None else self.cells[number]
+    def _cell(self, i: int) -> tuple[int, str]:
+        return (i, self.member) if self.cells is None else self.cells[i]
 
-    def locate(self, number: int) -> tuple[str, str]:
+    def locate(self, i: int) -> tuple[str, str]:
         """Return the file, and the key and the member of an image."""
-        i, member = self._cell(number)
-        file, key = self.samples.locate(i)
+        sample, member = self._cell(i)
+        file, key = self.samples.locate(sample)
         return file, f"{key}, {member}" if member else key
 
-    def read(self, number: int) -> bytes:
+    def read(self, i: int) -> bytes:
         """Return an encoded image; raise DataError if it cannot be read."""
-        return self.samples.read(*self._cell(number))
+        return self.samples.read(*self._cell(i))
 
     def fingerprint(self) -> str:
         """Return 16 hexadecimal digits that depend on the samples and the members."""
         if self.cells is None and not self.member:
             return self.samples.content_id
-        return short_hash(self.samples.content_id, self.member, self.cells)
+        return hash_values(self.samples.content_id, self.member, self.cells)
 
     def stamp(self) -> str:
         """Return a fingerprint that also depends on the versions of the files."""
-        return short_hash(self.fingerprint(), [(file.size, file.version) for file in self.files])
+        return hash_values(self.fingerprint(), [(file.size, file.version) for file in self.files])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +105,7 @@ class EvalDataset:
         name: the dataset's name in results.
         split: the split's name.
         images: the N images.
-        revision: the images' fingerprint, which ``eval.readers.files.checked_set`` adds.
+        revision: the images' fingerprint, which ``eval.readers.files.check_dataset`` adds.
         tasks: default tasks, names of ``eval.tasks.TASKS``.
         class_names: by label; names may be empty or repeated.
         templates: prompts with ``{c}`` for the class name.
@@ -118,7 +122,7 @@ class EvalDataset:
         caption_template: template applied to captions for retrieval, with ``{c}`` for the caption.
         caption_prompt_set: name of that template's prompt set; "" for plain captions.
         languages: texts by language, in each of which zero-shot and retrieval are scored.
-        language: the language of a dataset that ``in_language`` returned; it is the setting of the scores.
+        language: the language of a dataset that ``select_language`` returned; it is the setting of the scores.
     """
 
     name: str
@@ -144,22 +148,28 @@ class EvalDataset:
     def __len__(self) -> int:
         return len(self.images)
 
-    def in_language(self, name: str) -> tuple["EvalDataset", Tensor | None]:
-        """Return the dataset with the texts of one language, and the numbers of its images; None for all."""
-        own = self.languages[name]
-        found = replace(self, languages={}, language=name, captions=own.captions)
-        if not own.class_names:
-            return found, None
-        found = replace(found, class_names=own.class_names, synonyms=None, templates=own.templates)
-        if not own.labels or self.labels is None:
-            return found, None
-        rows = torch.isin(self.labels, torch.tensor(own.labels)).nonzero().flatten()  # (M,)
-        new = torch.full((max(len(self.class_names), max(own.labels) + 1),), -1)
-        new[torch.tensor(own.labels)] = torch.arange(len(own.labels))
-        images = self.images.select(rows.tolist())
-        return replace(
-            found, images=images, labels=new[self.labels[rows]], items=None, metadata={}, superclasses=()
-        ), rows
+    def select_language(self, name: str) -> tuple["EvalDataset", Tensor | None]:
+        """Return the dataset with the texts of one language, and the indices of its images; None for all."""
+        texts = self.languages[name]
+        dataset = replace(self, languages={}, language=name, captions=texts.captions)
+        if not texts.class_names:
+            return dataset, None
+        dataset = replace(dataset, class_names=texts.class_names, synonyms=None, templates=texts.templates)
+        if not texts.labels or self.labels is None:
+            return dataset, None
+        labels = torch.tensor(texts.labels)
+        rows = torch.isin(self.labels, labels).nonzero().flatten()  # (M,)
+        new_labels = torch.full((max(len(self.class_names), max(texts.labels) + 1),), -1)
+        new_labels[labels] = torch.arange(len(labels))
+        dataset = replace(
+            dataset,
+            images=self.images.select(rows.tolist()),
+            labels=new_labels[self.labels[rows]],
+            items=None,
+            metadata={},
+            superclasses=(),
+        )
+        return dataset, rows
 
     def all_captions(self) -> list[tuple[str, ...]]:
         """Return the choices of each image, then the captions of each image."""
@@ -167,8 +177,11 @@ class EvalDataset:
 
     def prompts(self) -> list[list[str]]:
         """Return the prompts of each class: every template with every name."""
-        names = self.synonyms or tuple((name,) for name in self.class_names)
-        return [[fill_template(one, name) for name in own for one in self.templates] for own in names]
+        prompts = []
+        for names in self.synonyms or [(name,) for name in self.class_names]:
+            pairs = product(names, self.templates)
+            prompts.append([fill_template(template, name) for name, template in pairs])
+        return prompts
 
     def caption_prompt(self, caption: str) -> str:
         """Return the text that retrieval encodes for a caption; different captions give different texts."""
@@ -176,25 +189,25 @@ class EvalDataset:
 
     def caption_prompts(self) -> list[list[str]]:
         """Return the texts that retrieval encodes for the captions of each image; [] without captions."""
-        return [[self.caption_prompt(caption) for caption in own] for own in self.captions or ()]
+        return [list(map(self.caption_prompt, captions)) for captions in self.captions or ()]
 
-    def superclass_numbers(self) -> Tensor:
+    def number_superclasses(self) -> Tensor:
         """Return (C,) int64, the superclass of each class, numbered by first appearance."""
-        number = {name: i for i, name in enumerate(dict.fromkeys(self.superclasses))}
-        return torch.tensor([number[name] for name in self.superclasses], dtype=torch.int64)
+        names = list(dict.fromkeys(self.superclasses))
+        return torch.tensor([names.index(name) for name in self.superclasses], dtype=torch.int64)
 
     @property
     def stamp(self) -> str:
         """A value that changes whenever the images may have changed."""
         return self.images.stamp()
 
-    def where(self, number: int) -> str:
+    def describe_image(self, i: int) -> str:
         """Describe an image's location for a message."""
-        shard, key = self.images.locate(number)
+        shard, key = self.images.locate(i)
         return f"dataset {self.name}: image {key} of {shard}"
 
 
-def labels_of(dataset: EvalDataset) -> Tensor:
+def require_labels(dataset: EvalDataset) -> Tensor:
     """Return the labels, (N,) int64 or (N, C) bool.
 
     Raises:
@@ -209,7 +222,7 @@ def labels_of(dataset: EvalDataset) -> Tensor:
     return dataset.labels
 
 
-def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
+def require_captions(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """Return the captions of each image.
 
     Raises:
@@ -218,14 +231,14 @@ def captions_of(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """
     if dataset.captions is None:
         raise Unavailable(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
-    if len({caption for own in dataset.captions for caption in own}) < 2:
+    if len(set(chain.from_iterable(dataset.captions))) < 2:
         raise DataError(
             f"dataset {dataset.name} has the same caption for all images: there is nothing to tell apart"
         )
     return dataset.captions
 
 
-def choices_of(dataset: EvalDataset) -> EvalDataset:
+def require_choices(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset if it has caption choices, or cues with candidates (``association``).
 
     Raises:
@@ -238,27 +251,30 @@ def choices_of(dataset: EvalDataset) -> EvalDataset:
     return dataset
 
 
-def distinct_names(names: Sequence[str]) -> list[str]:
+def make_distinct(names: Sequence[str]) -> list[str]:
     """Make class names non-empty, unique and single-line.
 
     An empty name of label 3 becomes "class 3", a repeated one "NAME (3)".
     """
-    given = [" ".join(name.split()) for name in names]
-    found: dict[str, None] = {}
-    for number, name in enumerate(given):
-        own = name or f"class {number}"
-        while own in found or (own != name and own in given):
-            own += f" ({number})"
-        found[own] = None
-    return list(found)
+    lines = [" ".join(name.split()) for name in names]
+    distinct: dict[str, None] = {}
+    for label, line in enumerate(lines):
+        name = line or f"class {label}"
+        while name in distinct or (name != line and name in lines):
+            name += f" ({label})"
+        distinct[name] = None
+    return list(distinct)
 
 
-def by_class_names(dataset: EvalDataset) -> EvalDataset:
+def prompt_with_bare_names(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset with bare class names as prompts, for models with a ``ClassTable`` text tower."""
-    names = tuple(distinct_names(dataset.class_names))
+    names = tuple(make_distinct(dataset.class_names))
     return replace(dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
 
 
-def some(names: Sequence[str], most: int = 3) -> str:
+def list_some(names: Sequence[str], most: int = 3) -> str:
     """Join the first few names, for a message."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    text = ", ".join(names[:most])
+    if len(names) > most:
+        text += f" and {len(names) - most} more"
+    return text

@@ -14,7 +14,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import printable
 from clipkit.samples import MissingSplit, are_ids
 from eval.datasets.card import Card, MetricKind, Prompts, imagenet_names
-from eval.datasets.dataset import SPLITS, TEST, EvalDataset, some
+from eval.datasets.dataset import SPLITS, TEST, EvalDataset, list_some
 from eval.datasets.targets import OWN_CARD
 from eval.options import NewOptions
 from eval.readers import open_dataset
@@ -33,7 +33,8 @@ def run_new(options: NewOptions) -> int:
         folder = folder.expanduser()
         is_folder = bool(options.data) and folder.is_dir()  # Path("") is the current folder
     except (OSError, RuntimeError):  # a name too long; no such user
-        folder, is_folder = Path(options.data[:_SHOWN]), False
+        folder = Path(options.data[:_SHOWN])
+        is_folder = False
     if not is_folder:
         if folder.is_file():
             raise ConfigError(
@@ -70,13 +71,14 @@ def run_new(options: NewOptions) -> int:
 def _comments(card: Card, where: str) -> dict[str, str]:
     """Return a comment for each key of the card that a user may change."""
     kind = MetricKind(multilabel=card.multilabel, classes=card.classes)
-    first, every = kind.fitting(card.tasks[:1]), kind.fitting(card.tasks)
-    also = "any of the same metrics" if first == every else f"any of {', '.join(every)}"
+    main_metrics = kind.list_metrics(card.tasks[:1])
+    metrics = kind.list_metrics(card.tasks)
+    further = "any of the same metrics" if metrics == main_metrics else f"any of {', '.join(metrics)}"
     return {
         "": f"Used by python -m eval run --data {where}; eval/README.md lists all keys.",
         "tasks": f"the first is scored unless --task says otherwise; any of {', '.join(TASKS)}",
-        "metric": f"the metric in tables; for {card.tasks[0]} one of {', '.join(first)}",
-        "further": f"also reported: {also}",
+        "metric": f"the metric in tables; for {card.tasks[0]} one of {', '.join(main_metrics)}",
+        "further": f"also reported: {further}",
         "keys": "the folder's class names in label order: do not change them",
         "splits": "number of images; any other number is an error",
         "prompts.own": "templates have {c} for the name; add more sets as [prompts.NAME], for --prompts NAME",
@@ -87,12 +89,14 @@ def _comments(card: Card, where: str) -> dict[str, str]:
 def _examples(card: Card, where: str) -> str:
     """Return commented examples of a caption prompt and an expected score."""
     prompts = "own" if "own" in card.prompt_sets and card.tasks[0] != "retrieval" else ""
-    of_captions = """
+    examples = """
 # Templates that --prompts NAME applies to captions; without it captions are used unchanged:
 # [caption_prompts]
 # NAME = "a photo of {c}"
 """
-    return f"""{of_captions if "retrieval" in card.tasks else ""}
+    if "retrieval" not in card.tasks:
+        examples = ""
+    return f"""{examples}
 # A score that python -m eval verify --data {where} --model MODEL must reach; there may be several:
 # [[expected]]
 # task = "{card.tasks[0]}"
@@ -105,11 +109,7 @@ def _examples(card: Card, where: str) -> str:
 
 
 def new_card(title: str, folder: Path) -> Card:
-    """Create a card from a dataset's folder.
-
-    Raises:
-        DataError: the folder has no test split or is broken, or two of its classes have the same name.
-    """
+    """Create a card from a dataset's folder."""
     splits: dict[str, EvalDataset] = {}
     for split in SPLITS:
         try:
@@ -119,44 +119,51 @@ def new_card(title: str, folder: Path) -> Card:
     if TEST not in splits:
         raise DataError(f"{folder} has no split {TEST!r} to score on, only {', '.join(splits) or 'nothing'}")
     dataset = splits[TEST]
-    if repeated := [repr(name) for name, count in Counter(dataset.class_names).items() if count > 1]:
+    repeated = [repr(name) for name, count in Counter(dataset.class_names).items() if count > 1]
+    if repeated:
         raise DataError(
-            f"{folder} has classes with the same name, {some(repeated)}: rename them, since a card identifies "
+            f"{folder} has classes with the same name, {list_some(repeated)}: rename them, since a card identifies "
             "classes by name"
         )
     keys = dataset.class_names
     if not keys:  # numbered classes
-        labels = [one.labels for one in splits.values() if one.labels is not None and len(one.labels)]
-        classes = max((own.shape[1] if own.dim() == 2 else int(own.max()) + 1 for own in labels), default=0)
+        classes = 0
+        for labels in (opened.labels for opened in splits.values()):
+            if labels is not None and labels.dim() == 2:
+                classes = max(classes, labels.shape[1])
+            elif labels is not None and len(labels):
+                classes = max(classes, int(labels.max()) + 1)
         if classes > _MAX_NUMBERED:
             raise DataError(
                 f"{folder} has label {classes - 1:,}, and no class names: number its classes from 0"
             )
         keys = tuple(map(str, range(classes)))
-    labelled = dataset.labels is not None
     multilabel = dataset.labels is not None and dataset.labels.dim() == 2
     tasks = list(dataset.tasks)
-    if labelled and not multilabel and "train" in splits:
-        tasks += [task for task in ("linear-probe", "few-shot", "knn") if task not in tasks]
+    if dataset.labels is not None and not multilabel and "train" in splits:
+        tasks = list(dict.fromkeys([*tasks, "linear-probe", "few-shot", "knn"]))
     metric = TASKS[dataset.tasks[0]].metric
     if multilabel:
         metric = "mean_average_precision"
     elif dataset.choices is not None and dataset.items is not None:  # Winoground
         metric = "group"
-    fitting = MetricKind(multilabel=multilabel, classes=len(keys) or None).fitting(tasks)
+    applicable = MetricKind(multilabel=multilabel, classes=len(keys) or None).list_metrics(tasks)
     names = imagenet_names()
-    own = Prompts(names={key: names.get(key, key) for key in keys}, templates=dataset.templates, source=title)
+    prompt_sets = {}
+    if dataset.labels is not None:
+        class_names = {key: names.get(key, key) for key in keys}
+        prompt_sets["own"] = Prompts(names=class_names, templates=dataset.templates, source=title)
     return Card(
         name=dataset.name,
         title=title,
         tasks=tuple(tasks),
         metric=metric,
-        further=tuple(one for one in ("acc5", "mean_per_class_recall") if one in fitting),
+        further=tuple(name for name in ("acc5", "mean_per_class_recall") if name in applicable),
         keys=keys,
         classes=len(keys) or None,
         multilabel=multilabel,
-        splits={name: len(one) for name, one in splits.items()},
-        prompt_sets={"own": own} if labelled else {},
+        splits={split: len(opened) for split, opened in splits.items()},
+        prompt_sets=prompt_sets,
     )
 
 
@@ -169,11 +176,11 @@ def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:
     """
     fields: dict[str, Any] = msgspec.to_builtins(card)
     del fields["(name)"]
-    left = dict(comments or {})  # each is written once: a class may have the name of a key
-    lines = _comment_lines(left.pop("", ""))
+    unwritten = dict(comments or {})  # each is written once: a class may have the name of a key
+    lines = _comment_lines(unwritten.pop("", ""))
     for line in tomli_w.dumps(fields).split("\n")[:-1]:
         key = line.partition(" = ")[0] if " = " in line else line.strip("[]")
-        lines += [*_comment_lines(left.pop(key, "")), line]
+        lines += [*_comment_lines(unwritten.pop(key, "")), line]
     return "\n".join(lines) + "\n"
 
 

@@ -10,9 +10,9 @@ from clipkit.files import counted, redact_url, user_path
 from clipkit.samples import CLASS_NAMES, are_ids
 from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from eval.datasets.card import Card, MetricKind, imagenet_names, read_card
-from eval.datasets.catalog import card_names, load_card, load_suite
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
+from eval.datasets.card import Card, MetricKind, card_names, imagenet_names, load_card, read_card
+from eval.datasets.catalog import load_suite
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import Members, OpenOptions, find_published, open_dataset, open_each
 from eval.readers.languages import babel_languages, named_languages
 from eval.readers.torchvision import open_torchvision
@@ -52,12 +52,7 @@ class Target:
         return self.dataset.tasks if self.card is None else self.card.tasks[:1]
 
     def open_split(self, split: str) -> EvalDataset:
-        """Open another split, with the same class names and prompts.
-
-        Raises:
-            MissingSplit: there is none.
-            DataError: it is damaged, or has other classes.
-        """
+        """Open another split, with the same class names and prompts."""
         opened = self.opener(split)
         scored = self.dataset
         # other cards may describe another edition's training images
@@ -79,15 +74,17 @@ class Target:
         )
 
 
-def find_targets(names: Sequence[str], *, root: Root = None, prompts: str = "") -> list[Target]:
-    """Open the datasets that a user names; raise the first of the errors that ``find_named`` returns."""
-    targets, errors = find_named(names, root=root, prompts=prompts)
+def find_targets(
+    names: Sequence[str], *, root: Root = None, prompts: str = "", members: Members | None = None
+) -> list[Target]:
+    """Open the datasets that a user names; raise the first of the errors that ``open_available`` returns."""
+    targets, errors = open_available(names, root=root, prompts=prompts, members=members)
     if errors:
         raise errors[0]
     return targets
 
 
-def find_named(
+def open_available(
     names: Sequence[str], *, root: Root = None, prompts: str = "", members: Members | None = None
 ) -> tuple[list[Target], list[DataError]]:
     """Open the datasets that a user names, and skip those that are missing or damaged.
@@ -135,7 +132,7 @@ def find_named(
     return list(targets.values()), errors
 
 
-def find_suites(
+def open_suites(
     suites: Sequence[str], *, root: Root = None, prompts: str = ""
 ) -> tuple[list[Target], list[DataError]]:
     """Open the datasets of suites, each once, and skip those that are missing or damaged.
@@ -185,7 +182,7 @@ def unite_errors(errors: Sequence[tuple[str, DataError]], root: Root) -> list[Da
         cause = message.partition(": ")[2] or message  # without the address of the first dataset
         count = counted(len(unreached), "dataset")
         united[""] = Unreachable(
-            f"{redact_url(str(root))}: {cause}; {count} not available: {some(unreached)}"
+            f"{redact_url(str(root))}: {cause}; {count} not available: {list_some(unreached)}"
         )
     return list(united.values())
 
@@ -231,7 +228,7 @@ def _open_names(card: Card, root: Root, prompts: str) -> Target:
         raise Unavailable(f"{card.name}: {card.get}", cause="missing")
     target = _open_card(images, root, prompts=prompts, captions="")
     labels = [0] * len(images.keys)
-    for label, number in enumerate(images.class_order(target.keys or images.keys)):
+    for label, number in enumerate(images.match_classes(target.keys or images.keys)):
         labels[number] = label
     dataset = replace(target.dataset, name=card.name, languages=babel_languages(folder, labels))
     return replace(target, dataset=dataset, metrics=card.metrics, card=card)
@@ -244,9 +241,6 @@ def select_languages(target: Target, languages: Sequence[str], *, root: Root = N
         target: the dataset.
         languages: names of languages; "all" for all; () for all that the dataset has besides ``names.json``.
         root: where the dataset was searched for.
-
-    Raises:
-        Unavailable: the dataset does not have a language.
     """
     dataset = target.dataset
     if not languages:
@@ -272,11 +266,7 @@ def select_languages(target: Target, languages: Sequence[str], *, root: Root = N
 def _open_folder(
     source: str, dataset: EvalDataset, root: Root, prompts: str, members: Members | None
 ) -> Target:
-    """Return a dataset that has no card, or its own card next to the images.
-
-    Raises:
-        DataError: the card does not fit the images.
-    """
+    """Return a dataset that has no card, or its own card next to the images."""
     file = Path(source).expanduser() / OWN_CARD
     card = read_card(file, name=dataset.name) if file.is_file() else None
 
@@ -327,14 +317,16 @@ def _name_classes(dataset: EvalDataset) -> EvalDataset:
     if all(key in names for key in ids):
         named = [f"{key} is {names[key]!r}" for key in ids]
         _log.warning(
-            "dataset %s: the names of classes are those of the card imagenet1k: %s", dataset.name, some(named)
+            "dataset %s: the names of classes are those of the card imagenet1k: %s",
+            dataset.name,
+            list_some(named),
         )
         return replace(dataset, class_names=tuple(names[key] for key in ids))
     _log.warning(
         "dataset %s: the names of classes look like ids: %s; write their names into %s, one per line in "
         "ascending order of the ids",
         dataset.name,
-        some(ids),
+        list_some(ids),
         CLASS_NAMES,
     )
     return dataset
@@ -350,11 +342,7 @@ def _warn_about_prompts(dataset: EvalDataset) -> None:
 
 
 def _find_opener(card: Card, root: Root) -> Opener:
-    """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files.
-
-    Raises:
-        Unavailable: it is not here.
-    """
+    """Find a card's dataset: a published folder, else parquet files at Hugging Face, else torchvision's files."""
     sources = card.sources
     where = f"not under {root}" if root is not None else "pass its location with --data-root"
     advice = f"published at {sources.urls[0]}" if sources.urls else card.get or f"see {card.home}"
@@ -379,7 +367,11 @@ def _find_opener(card: Card, root: Root) -> Opener:
     def open_split(split: str) -> EvalDataset:
         folder = user_path(str(root))
         opened = open_torchvision(
-            library.name, folder, name=card.name, split=library.split(split), arguments=library.arguments
+            library.name,
+            folder,
+            name=card.name,
+            split=library.splits.get(split, split),
+            arguments=library.arguments,
         )
         return replace(opened, split=split)
 
@@ -393,11 +385,7 @@ def _find_opener(card: Card, root: Root) -> Opener:
 
 
 def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
-    """Add the prompts of a card: the named set or the first for classes, the named set or none for captions.
-
-    Raises:
-        DataError: the dataset has more classes than the card.
-    """
+    """Add the prompts of a card: the named set or the first for classes, the named set or none for captions."""
     if dataset.captions is not None and captions in card.caption_prompts:
         template = card.caption_prompts[captions]
         dataset = replace(dataset, caption_template=template, caption_prompt_set=captions)
@@ -420,7 +408,7 @@ def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) 
         dataset,
         class_names=tuple(names[0] for names in prompt_set.class_names),
         synonyms=prompt_set.class_names if several else None,
-        superclasses=card.superclass_of(dataset.class_names),
+        superclasses=card.list_superclasses(dataset.class_names),
         templates=prompt_set.templates,
         prompt_set=prompt_set.name,
     )

@@ -38,8 +38,8 @@ from clipkit.model import (
 )
 from clipkit.samples import NO_TRAITS, PixelRangeError, TraitCounts, Traits
 from eval.datasets.dataset import EvalDataset
-from eval.features.image_models import ImageModel, no_text_tower
-from eval.features.store import DIGEST_BYTES, FeatureFile, TextFeatures, digest_of
+from eval.features.image_models import ImageModel, text_tower_error
+from eval.features.store import DIGEST_BYTES, FeatureFile, TextFeatures, digest_content
 
 _FORMAT = 6  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
@@ -105,7 +105,7 @@ class Encoder:
         progress: called with the number of images after each batch, and with the number found in the store.
 
     Attributes:
-        dim: D; smaller than the model's after ``of_prefix``.
+        dim: D; smaller than the model's after ``select_prefix``.
         encoded: number of images and texts that this rank has encoded, by "images" and "texts".
         counts: by dataset and split, how many of the encoded images have each trait.
     """
@@ -133,7 +133,7 @@ class Encoder:
         """The model's device."""
         return self.model.logit_scale.device
 
-    def of_prefix(self, dim: int) -> "Encoder":
+    def select_prefix(self, dim: int) -> "Encoder":
         """Return an encoder of the same features of which only the first ``dim`` elements are used.
 
         Raises:
@@ -181,9 +181,6 @@ class Encoder:
 
         They are (N, W) float32, encoded in one pass; see ``clipkit.model.ImageRepresentations``. Towers that are no
         transformers have none.
-
-        Raises:
-            DataError: as for ``images``.
         """
         layers = range(1, layer_count(self.model) + 1)
         if not layers:
@@ -198,16 +195,12 @@ class Encoder:
         Args:
             texts: N texts.
             description: description of the texts, for messages.
-
-        Raises:
-            DataError: the features are not finite.
-            ConfigError: the model has no text tower.
         """
         if texts and isinstance(self.model, ImageModel):
-            raise no_text_tower(self.model.name)
+            raise text_tower_error(self.model.name)
         # batches are padded to their longest text
         unique = sorted(set(texts), key=lambda text: (len(text), text))
-        digests = [digest_of(text.encode("utf-8", "surrogatepass")) for text in unique]
+        digests = [digest_content(text.encode("utf-8", "surrogatepass")) for text in unique]
         features, stored = self._text_features.read(digests)
         lacking = torch.from_numpy(~stored).float()
         if self.ranks.world > 1:  # ranks on other hosts may have other stores
@@ -237,11 +230,8 @@ class Encoder:
 
         Returns:
             (D, C) float32 for C classes, unit columns, on the model's device.
-
-        Raises:
-            DataError: the features are not finite.
         """
-        key = digest_of(json.dumps(prompts).encode())
+        key = digest_content(json.dumps(prompts).encode())
         if key not in self._classifiers:
             features = self.texts([text for texts in prompts for text in texts], description=description)
             by_class = features.split([len(texts) for texts in prompts])
@@ -416,7 +406,7 @@ class _ImagePass:
         broken = [number - 1 for number in self.ranks.gather(failed).tolist() if number]
         if broken:  # perhaps on another rank: read the image again for the cause
             check_image(self.dataset, min(broken), self.model.preprocess)
-            where = self.dataset.where(min(broken))
+            where = self.dataset.describe_image(min(broken))
             raise DataError(f"{where} could be read only at the second attempt: check the disk")
         digests, columns = self._gather(len(numbers), digests, fresh)
         for values in columns.values():
@@ -500,7 +490,7 @@ class _ImagePass:
         def load(number: int) -> _Loaded:
             try:
                 content = self.dataset.images.read(number)
-                digest = digest_of(content)
+                digest = digest_content(content)
                 if digest in self.rows:
                     return _Loaded(digest=digest, pixels=None)
                 pixels, traits = pixels_and_traits(content, self.model.preprocess)
@@ -536,10 +526,10 @@ def check_image(dataset: EvalDataset, number: int, preprocess: Preprocess) -> No
     try:
         eval_pixels(dataset.images.read(number), preprocess)
     except PixelRangeError as error:
-        raise DataError(f"{dataset.where(number)}: {error}") from error
+        raise DataError(f"{dataset.describe_image(number)}: {error}") from error
     except DataError as error:
         raise DataError(
-            f"{dataset.where(number)}: {error}; fix or remove it (images are never skipped)"
+            f"{dataset.describe_image(number)}: {error}; fix or remove it (images are never skipped)"
         ) from error
 
 

@@ -92,10 +92,10 @@ class _NoTextTower(nn.Module):
         self.name = name
 
     def forward(self, tokens: Tensor) -> Tensor:
-        raise no_text_tower(self.name)
+        raise text_tower_error(self.name)
 
 
-def no_text_tower(name: str) -> ConfigError:
+def text_tower_error(name: str) -> ConfigError:
     """Return the error for a task that needs texts."""
     return ConfigError(f"{name} has no text tower: use linear-probe, few-shot or knn (--task of run)")
 

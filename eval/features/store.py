@@ -34,7 +34,7 @@ _TYPES = {"F32": (torch.float32, 4), "I32": (torch.int32, 4), "U8": (torch.uint8
 _BLOCK = 8 << 20  # bytes of rows between two releases
 
 
-def digest_of(content: bytes) -> bytes:
+def digest_content(content: bytes) -> bytes:
     """Return the 16-byte BLAKE2b digest of an image's or a text's bytes."""
     return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest()
 
@@ -43,7 +43,8 @@ def digest_of(content: bytes) -> bytes:
 # Mapped files.
 #
 # Pages of a mapped file count as a process's memory until they are reclaimed, so one pass over the features of a
-# million images would appear to need memory for all of them. Readers therefore ``release`` rows after reading them.
+# million images would appear to need memory for all of them. Readers therefore release rows after
+# reading them.
 
 _maps: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()  # maps in use, by address
 
@@ -56,7 +57,7 @@ def _map_file(path: Path, size: int, access: int) -> Tensor:
     return data
 
 
-def release(rows: Tensor) -> None:
+def release_rows(rows: Tensor) -> None:
     """Free the memory of rows of a mapped file, which stay usable; does nothing for other tensors."""
     begin = rows.untyped_storage().data_ptr()
     mapped = _maps.get(begin)
@@ -152,7 +153,7 @@ class FeatureFile:
                     total = zlib.crc32(array[row], total)
                 sums[i] = total
             for column in self.columns.values():
-                release(column[block.min() : block.max() + 1])
+                release_rows(column[block.min() : block.max() + 1])
         return sums.view(np.int32)
 
 
@@ -254,7 +255,7 @@ class TextFeatures:
             return
         part: Path | FeatureFile | None = None
         if self._folder is not None:
-            name = digest_of(b"".join(digests)).hex()
+            name = digest_content(b"".join(digests)).hex()
             path = self._folder / f"{name}-{len(digests)}.safetensors"
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eval.metrics import captions, classes, intervals, pairs, ranking
 from eval.metrics.captions import Descriptions, caption_tokens
-from eval.metrics.classes import calibration_bins, confusion, per_class_accuracy, superclass_confusion
+from eval.metrics.classes import calibration_bins, count_confusion, merge_superclasses, per_class_accuracy
 from eval.metrics.intervals import (
     Comparison,
     Estimate,
@@ -33,7 +33,7 @@ from eval.metrics.pairs import (
     Winoground,
     jaccard_index,
     pairwise_correct,
-    winoground,
+    score_winoground,
 )
 from eval.metrics.ranks import (
     Answers,
@@ -62,22 +62,22 @@ __all__ = [
     "compare_correct",
     "compare_means",
     "compare_statistics",
-    "confusion",
+    "count_confusion",
     "full_float32",
+    "get_metric",
     "is_fraction",
     "is_informative",
     "is_rank",
     "jaccard_index",
     "lower_is_better",
     "match_ranks",
-    "metric_of",
+    "merge_superclasses",
     "metric_title",
     "pairwise_correct",
     "per_class_accuracy",
+    "score_winoground",
     "stable_top_k",
-    "superclass_confusion",
     "top_classes",
-    "winoground",
 ]
 
 Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
@@ -170,8 +170,8 @@ def _roc_auc(answers: Answers) -> Estimate:
 
 
 def _superclass(answers: Answers) -> Estimate:
-    by_class = confusion(answers.top.classes[:, 0], answers.labels)
-    return superclass_confusion(by_class, answers.dataset.superclass_numbers()).accuracy()
+    by_class = count_confusion(answers.top.classes[:, 0], answers.labels)
+    return merge_superclasses(by_class, answers.dataset.number_superclasses()).accuracy()
 
 
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
@@ -243,8 +243,8 @@ def _accuracy(correct: Callable[[Choices], Tensor | None]) -> Metric[Choices]:
         if values is None or not len(values):
             return None
         if values.dtype == torch.bool:
-            return intervals.proportion(int(values.sum()), len(values))
-        return intervals.mean_estimate(values)
+            return intervals.estimate_proportion(int(values.sum()), len(values))
+        return intervals.estimate_mean(values)
 
     return Metric(kind="compositional", function=function, chance=lambda choices: choices.chance)
 
@@ -264,7 +264,7 @@ def _jaccard(least: int, most: int) -> Metric[Choices]:
 
     def function(choices: Choices) -> Estimate | None:
         chosen = choices.cues_of(least, most)
-        return intervals.mean_estimate(choices.jaccard[chosen]) if chosen.any() else None
+        return intervals.estimate_mean(choices.jaccard[chosen]) if chosen.any() else None
 
     return Metric(
         kind="compositional",
@@ -298,7 +298,7 @@ METRICS: Mapping[str, Metric[Never]] = {
     "f1_macro": Metric[Answers](
         kind="one-label",
         function=lambda answers: classes.f1_macro(answers.top.classes[:, 0], answers.labels),
-        value=lambda predicted, labels: intervals.statistic_value(
+        value=lambda predicted, labels: intervals.evaluate_statistic(
             classes.f1_macro_statistic(predicted, labels), len(labels)
         ),
         value_from="predictions",
@@ -309,7 +309,7 @@ METRICS: Mapping[str, Metric[Never]] = {
         chance=lambda _: 0.5,
         least=2,
         most=2,
-        value=lambda scores, labels: intervals.statistic_value(
+        value=lambda scores, labels: intervals.evaluate_statistic(
             ranking.roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
         ),
         value_from="scores",
@@ -375,7 +375,7 @@ METRICS: Mapping[str, Metric[Never]] = {
     "bleu_4": Metric[Descriptions](
         kind="captioning",
         function=captions.bleu_4,
-        chance=lambda found: intervals.statistic_value(
+        chance=lambda found: intervals.evaluate_statistic(
             captions.bleu_statistic(found.by_chance.bleu_counts), len(found.captions)
         ),
         title="BLEU-4",
@@ -407,7 +407,7 @@ METRICS: Mapping[str, Metric[Never]] = {
 }
 
 
-def metric_of(name: str) -> Metric[Never] | None:
+def get_metric(name: str) -> Metric[Never] | None:
     """Return the entry of a metric, or None.
 
     Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata, and

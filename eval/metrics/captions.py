@@ -22,9 +22,9 @@ from eval.metrics.intervals import (
     Floats,
     Ints,
     Statistic,
-    estimate,
-    mean_estimate,
-    proportion,
+    estimate_mean,
+    estimate_proportion,
+    estimate_statistic,
 )
 
 _LETTER = r"[\p{L}\p{M}\p{N}_]"
@@ -197,21 +197,21 @@ def perplexity_statistic(counts: Floats) -> Statistic:
 
 def bleu_4(found: Descriptions) -> Estimate:
     """Compute BLEU-4 of the corpus with a bootstrap interval over images."""
-    return estimate(bleu_statistic(found.bleu_counts), len(found.captions))
+    return estimate_statistic(bleu_statistic(found.bleu_counts), len(found.captions))
 
 
 def mean_cider_d(found: Descriptions) -> Estimate:
     """Compute the mean CIDEr-D; its bootstrap interval takes the document frequencies as given."""
-    tenth = mean_estimate(found.cider / _HIGHEST)
+    tenth = estimate_mean(found.cider / _HIGHEST)
     value, low, high = (_HIGHEST * one for one in (tenth.value, tenth.low, tenth.high))
     return Estimate(value=value, low=low, high=high, n=tenth.n)
 
 
 def exact_match(found: Descriptions) -> Estimate:
     """Compute the fraction of images whose caption is one of the true ones, compared by their tokens."""
-    return proportion(int(found.exact.sum()), len(found.captions))
+    return estimate_proportion(int(found.exact.sum()), len(found.captions))
 
 
 def perplexity(found: Descriptions) -> Estimate:
     """Compute the perplexity of the true captions with a bootstrap interval over images."""
-    return estimate(perplexity_statistic(found.perplexity_counts), len(found.captions))
+    return estimate_statistic(perplexity_statistic(found.perplexity_counts), len(found.captions))

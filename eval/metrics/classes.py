@@ -19,9 +19,9 @@ from eval.metrics.intervals import (
     Ints,
     Statistic,
     bootstrap_interval,
-    estimate,
-    mean_estimate,
-    proportion,
+    estimate_mean,
+    estimate_proportion,
+    estimate_statistic,
 )
 
 
@@ -32,7 +32,7 @@ def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
         ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
         k: at least 1.
     """
-    return proportion(int((ranks < k).sum()), len(ranks))
+    return estimate_proportion(int((ranks < k).sum()), len(ranks))
 
 
 def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
@@ -41,7 +41,7 @@ def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
     Args:
         ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
     """
-    return mean_estimate(((ranks < 1).double() + (ranks < 5).double()) / 2)
+    return estimate_mean(((ranks < 1).double() + (ranks < 5).double()) / 2)
 
 
 def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
@@ -140,7 +140,9 @@ def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
         labels: (N,) int64, N ≥ 1.
     """
     sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
-    return estimate(f1_macro_statistic(predicted, labels), len(labels), trials=effective_trials(sizes))
+    return estimate_statistic(
+        f1_macro_statistic(predicted, labels), len(labels), trials=effective_trials(sizes)
+    )
 
 
 def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
@@ -230,7 +232,7 @@ def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int
         result: Floats = np.abs(by_bin).sum(axis=1) / drawn.sum(axis=1)
         return result
 
-    found = estimate(error, len(confidence))
+    found = estimate_statistic(error, len(confidence))
     return replace(found, low=max(0.0, 2 * found.value - found.high), high=2 * found.value - found.low)
 
 
@@ -263,7 +265,7 @@ class Confusion:
 
     def accuracy(self) -> Estimate:
         """Return top-1 accuracy, by class or superclass."""
-        return proportion(int(self.count[self.label == self.predicted].sum()), int(self.count.sum()))
+        return estimate_proportion(int(self.count[self.label == self.predicted].sum()), int(self.count.sum()))
 
     def mistakes(self, most: int) -> list[tuple[int, int, int]]:
         """Return up to ``most`` of the most frequent mistakes as (true class, predicted class, count)."""
@@ -283,7 +285,7 @@ class Confusion:
         return matrix
 
 
-def confusion(predicted: Tensor, labels: Tensor) -> Confusion:
+def count_confusion(predicted: Tensor, labels: Tensor) -> Confusion:
     """Count the pairs of true and predicted class.
 
     Args:
@@ -294,7 +296,7 @@ def confusion(predicted: Tensor, labels: Tensor) -> Confusion:
     return _confusion(label, predicted.cpu().numpy(), np.ones(len(label), dtype=np.int64))
 
 
-def superclass_confusion(of_classes: Confusion, superclass: Tensor) -> Confusion:
+def merge_superclasses(of_classes: Confusion, superclass: Tensor) -> Confusion:
     """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake.
 
     Args:
@@ -329,7 +331,7 @@ def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
     """
     counted = labels.any(dim=1)
     right = labels[counted].gather(1, predicted[counted][:, None])
-    return proportion(int(right.sum()), len(right)) if len(right) else None
+    return estimate_proportion(int(right.sum()), len(right)) if len(right) else None
 
 
 def anchor_accuracy(predicted: Tensor, labels: Tensor, anchors: Tensor, *, nearby: bool) -> Estimate:
@@ -348,7 +350,7 @@ def anchor_accuracy(predicted: Tensor, labels: Tensor, anchors: Tensor, *, nearb
     counted = right
     if nearby:
         counted = torch.ones_like(right).scatter_reduce(0, anchors, right, "amin")
-    return proportion(int(counted[own].sum()), len(own))
+    return estimate_proportion(int(counted[own].sum()), len(own))
 
 
 def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate | None:
@@ -366,7 +368,7 @@ def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate 
     conflict = shapes != textures
     by_shape, by_texture = conflict & (predicted == shapes), conflict & (predicted == textures)
     count = int((by_shape | by_texture).sum())
-    return proportion(int(by_shape.sum()), count) if count else None
+    return estimate_proportion(int(by_shape.sum()), count) if count else None
 
 
 def worst_group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[int] = ()) -> Estimate:

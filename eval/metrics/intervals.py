@@ -43,13 +43,13 @@ class Estimate:
     n: int
 
 
-def proportion(hits: int, n: int) -> Estimate:
+def estimate_proportion(hits: int, n: int) -> Estimate:
     """Estimate ``hits / n`` with Wilson's interval; n ≥ 1."""
     low, high = wilson_interval(hits, n)
     return Estimate(value=hits / n, low=low, high=high, n=n)
 
 
-def resamples(counts: Ints, *, cost: int = 1, number: int | None = None) -> Iterator[Ints]:
+def draw_resamples(counts: Ints, *, cost: int = 1, number: int | None = None) -> Iterator[Ints]:
     """Draw as many items as there are, with replacement; the same arguments give the same draws.
 
     Args:
@@ -75,14 +75,14 @@ def resamples(counts: Ints, *, cost: int = 1, number: int | None = None) -> Iter
             yield random.multinomial(n, counts / n, size=size)
 
 
-def statistic_value(statistic: Statistic, n: int) -> float:
+def evaluate_statistic(statistic: Statistic, n: int) -> float:
     """Evaluate a statistic on ``n`` items, each drawn once."""
     return float(statistic(np.ones((1, n), dtype=np.int64))[0])
 
 
 def bootstrap_interval(statistic: Statistic, counts: Ints, *, cost: int = 1) -> tuple[float, float]:
     """Compute the 2.5% and 97.5% percentiles over the ``resamples`` for which the statistic is defined."""
-    values = np.concatenate([statistic(drawn) for drawn in resamples(counts, cost=cost)])
+    values = np.concatenate([statistic(drawn) for drawn in draw_resamples(counts, cost=cost)])
     values = values[~np.isnan(values)]
     if not len(values):
         return math.nan, math.nan
@@ -90,7 +90,7 @@ def bootstrap_interval(statistic: Statistic, counts: Ints, *, cost: int = 1) -> 
     return float(low), float(high)
 
 
-def estimate(statistic: Statistic, n: int, *, trials: float = 0.0, cost: int = 1) -> Estimate:
+def estimate_statistic(statistic: Statistic, n: int, *, trials: float = 0.0, cost: int = 1) -> Estimate:
     """Estimate a statistic of ``n`` ≥ 1 items with a bootstrap interval.
 
     Args:
@@ -100,7 +100,7 @@ def estimate(statistic: Statistic, n: int, *, trials: float = 0.0, cost: int = 1
             wider of the bootstrap's and Wilson's, because the bootstrap of an all-correct model has no width.
         cost: see ``resamples``.
     """
-    value = statistic_value(statistic, n)
+    value = evaluate_statistic(statistic, n)
     low, high = bootstrap_interval(statistic, np.ones(n, dtype=np.int64), cost=cost)
     if trials > 0:
         wilson = wilson_interval(min(max(value, 0.0), 1.0) * trials, trials)
@@ -119,7 +119,7 @@ def mean_statistic(values: Tensor | Floats) -> Statistic:
     return mean
 
 
-def mean_estimate(values: Tensor | Floats) -> Estimate:
+def estimate_mean(values: Tensor | Floats) -> Estimate:
     """Estimate the mean of (N,) values in 0 … 1, N ≥ 1: bootstrap, or Wilson's interval if all are equal."""
     own = np.asarray(values, dtype=np.float64)
     distinct, counts = np.unique(own, return_counts=True)
@@ -199,7 +199,7 @@ def compare_statistics(first: Statistic, second: Statistic, n: int) -> Compariso
 
 def _compare(difference: Statistic, counts: Ints) -> Comparison:
     value = float(difference(counts[None])[0])
-    drawn = np.concatenate([difference(block) for block in resamples(counts, number=_PAIRED_RESAMPLES)])
+    drawn = np.concatenate([difference(block) for block in draw_resamples(counts, number=_PAIRED_RESAMPLES)])
     drawn = drawn[~np.isnan(drawn)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     beside = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))

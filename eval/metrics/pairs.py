@@ -18,8 +18,8 @@ from eval.metrics.intervals import (
     Ints,
     bootstrap_interval,
     coin_probabilities,
+    estimate_proportion,
     mean_statistic,
-    proportion,
 )
 
 DIRECTIONS = ("image_to_text", "text_to_image")
@@ -44,7 +44,7 @@ def recall_at_k(
     copies = torch.ones_like(ranks) if weight is None else weight
     hits, n = int(copies[ranks < k].sum()), int(copies.sum())
     if cluster is None:
-        return proportion(hits, n)
+        return estimate_proportion(hits, n)
     _, index = np.unique(cluster.cpu().numpy(), return_inverse=True)
     each = copies.cpu().numpy()
     found = np.bincount(index, each * (ranks < k).cpu().numpy())
@@ -156,7 +156,7 @@ class Winoground:
     group: Estimate
 
 
-def winoground(similarity: Tensor) -> Winoground:
+def score_winoground(similarity: Tensor) -> Winoground:
     """Compute text, image and group score (Thrush et al. 2022, arXiv 2204.03162).
 
     CLIP_benchmark's ``text_acc``, ``image_acc`` and ``acc``, which resolve ties by position.
@@ -169,9 +169,9 @@ def winoground(similarity: Tensor) -> Winoground:
     image = (own[:, 0] > similarity[:, 1, 0]) & (own[:, 1] > similarity[:, 0, 1])
     n = len(similarity)
     return Winoground(
-        text=proportion(int(text.sum()), n),
-        image=proportion(int(image.sum()), n),
-        group=proportion(int((text & image).sum()), n),
+        text=estimate_proportion(int(text.sum()), n),
+        image=estimate_proportion(int(image.sum()), n),
+        group=estimate_proportion(int((text & image).sum()), n),
     )
 
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.metrics.classes import effective_trials
-from eval.metrics.intervals import Bools, Estimate, Floats, Ints, Statistic, estimate, statistic_value
+from eval.metrics.intervals import (
+    Bools,
+    Estimate,
+    Floats,
+    Ints,
+    Statistic,
+    estimate_statistic,
+    evaluate_statistic,
+)
 
 
 def mean_average_precision(scores: Tensor, labels: Tensor, difficult: Tensor | None = None) -> Estimate:
@@ -47,7 +55,7 @@ def _estimate(scores: Tensor, labels: Tensor, difficult: Tensor | None, *, inter
     kept = labels.bool() if difficult is None else labels.bool() & ~difficult.bool()
     positives = kept.sum(dim=0).cpu().numpy()
     trials = effective_trials(positives[positives > 0])
-    return estimate(statistic, len(scores), trials=trials, cost=scores.shape[1])
+    return estimate_statistic(statistic, len(scores), trials=trials, cost=scores.shape[1])
 
 
 def average_precisions(
@@ -62,7 +70,7 @@ def average_precisions(
         interpolated: use VOC 2007's eleven points.
     """
     of_classes = _of_classes(scores, labels, difficult, interpolated=interpolated)
-    return np.array([statistic_value(one, len(scores)) for one in of_classes])
+    return np.array([evaluate_statistic(one, len(scores)) for one in of_classes])
 
 
 def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) -> float:
@@ -78,7 +86,7 @@ def mean_average_precision_statistic(
 ) -> Statistic:
     """Return mAP, 11-point if interpolated, as a statistic of the drawn images; DataError as for mAP."""
     of_classes = _of_classes(scores, labels, difficult, interpolated=interpolated)
-    present = [one for one in of_classes if not np.isnan(statistic_value(one, len(scores)))]
+    present = [one for one in of_classes if not np.isnan(evaluate_statistic(one, len(scores)))]
     if not present:
         raise DataError("average precision needs an image of at least one of the classes")
 
@@ -154,12 +162,12 @@ def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
     """
     statistic = roc_auc_statistic(scores, labels)
     positive = int(labels.bool().sum())
-    value = statistic_value(statistic, len(labels))
+    value = evaluate_statistic(statistic, len(labels))
     # the number of trials at which a proportion has the variance of the area by Newcombe (2006, "Confidence
     # intervals for an effect size measure based on the Mann-Whitney statistic", method 5)
     shape = (1 - value) / (2 - value) + value / (1 + value)
     trials = positive * (len(labels) - positive) / (1 + (len(labels) / 2 - 1) * shape)
-    return estimate(statistic, len(labels), trials=trials)
+    return estimate_statistic(statistic, len(labels), trials=trials)
 
 
 def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:

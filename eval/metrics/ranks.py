@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.features.store import release
+from eval.features.store import release_rows
 
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset
@@ -49,7 +49,7 @@ def _similarity_blocks(
     for start in range(0, len(image_features), rows):
         block = slice(start, start + rows)
         yield block, image_features[block].to(device, torch.float32) @ classifier
-        release(image_features[block])
+        release_rows(image_features[block])
 
 
 def class_ranks(
@@ -208,7 +208,7 @@ def match_ranks(
             off = (~(own < best[row])).long() if counts is None else (~(own < best[row])) * counts[column]
             before = before.index_add(0, row, off, alpha=-1)
             ranks[start:stop] = before.cpu()
-            release(queries[start:stop])
+            release_rows(queries[start:stop])
     return ranks
 
 

@@ -32,7 +32,7 @@ from eval.readers.folders import open_image_folder
 from eval.readers.languages import is_multilingual, open_multilingual
 from eval.readers.pairs import lists_captions, open_table
 from eval.readers.parquet import PARQUET_SUFFIXES, open_hugging_face
-from eval.readers.shards import Members, address_of, files_of_split, find_published, open_published
+from eval.readers.shards import Members, files_of_split, find_published, open_published, resolve_address
 from eval.readers.torchvision import check_known, open_torchvision
 from eval.readers.videos import is_video_frames, open_video_frames
 
@@ -102,7 +102,7 @@ def _has_samples(place: Path | str, split: str) -> bool:
 
 def _open_samples(place: Path | str, name: str, options: OpenOptions) -> EvalDataset:
     if isinstance(place, str) and is_remote(place):
-        place = address_of(place)
+        place = resolve_address(place)
     files = files_of_split(name, place, options.split, (".tar", *PARQUET_SUFFIXES))
     cache = shard_cache([file.url for file in files], CACHE_GB)
     if cache is not None:
@@ -227,11 +227,7 @@ class _Located:
 
 
 def open_each(sources: Sequence[str | Path], options: OpenOptions) -> list[EvalDataset | DataError]:
-    """Open several datasets under unique names; return the error of each one that cannot be opened.
-
-    Raises:
-        DataError: a name is misspelled, or a dataset is given twice.
-    """
+    """Open several datasets under unique names; return the error of each one that cannot be opened."""
     outcomes: list[EvalDataset | DataError | _Located] = []
     for source in map(str, sources):
         try:
@@ -279,7 +275,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         return _Located(source=source, place=source, parts=(name,))
     shortened = source[:_SHOWN]
     if is_remote(source):
-        plain = redact_url(address_of(source)).partition("?")[0]
+        plain = redact_url(resolve_address(source)).partition("?")[0]
         if not plain.partition("://")[2].strip("/"):
             raise DataError(f"no dataset {shortened!r}: expected an address such as https://HOST/FOLDER")
         parts = [part for part in plain.split("/") if part and part not in _HUB_PARTS]

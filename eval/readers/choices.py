@@ -20,7 +20,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.samples import is_deep, pillow_errors, refuse_deep_alpha, to_16_bit
 from eval.datasets.dataset import EvalDataset, SampleImages
-from eval.readers.files import FileSamples, checked_set, png_of, read_json_file
+from eval.readers.files import FileSamples, check_dataset, encode_png, read_json_file
 
 # The 157 relations of ARO's Visual Genome set for which both captions may be right; the authors' notebook excludes
 # them from the published mean (github.com/mertyg/vision-language-models-are-bows).
@@ -99,15 +99,11 @@ class CroppedSamples(FileSamples):
             source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
             if source is None:
                 raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
-            return png_of(source.crop((left, top, left + width, top + height)))
+            return encode_png(source.crop((left, top, left + width, top + height)))
 
 
 def open_caption_choices(file: Path, name: str) -> EvalDataset:
-    """Open a JSON file of SugarCrepe or ARO, whose images are in ``images`` or ``val2017`` next to it.
-
-    Raises:
-        DataError: an entry is incomplete, or an image is missing.
-    """
+    """Open a JSON file of SugarCrepe or ARO, whose images are in ``images`` or ``val2017`` next to it."""
     kind: Any = list[_Entry] | dict[str, _Entry]
     content: list[_Entry] | dict[str, _Entry] = read_json_file(file, kind) or []
     entries = list(content.values()) if isinstance(content, dict) else content
@@ -148,7 +144,7 @@ def open_caption_choices(file: Path, name: str) -> EvalDataset:
     elif all(entry.attributes is not None for entry in entries):
         metadata["attribute"] = _number_values([entry.attributes for entry in entries])
     samples = CroppedSamples(folder, files, boxes)
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             images=SampleImages(samples, samples.files),

@@ -18,7 +18,7 @@ from clipkit.files import counted, redact_url
 from clipkit.samples import Samples, join_place, read_file
 from clipkit.samples.remote import ShardFile, is_remote
 from data.captions import is_utf8
-from eval.datasets.dataset import EvalDataset, SampleImages, some
+from eval.datasets.dataset import EvalDataset, SampleImages, list_some
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -32,9 +32,6 @@ class FileSamples(Samples):
     Args:
         root: the folder that paths in messages and in ``content_id`` are relative to.
         paths: the file of each sample.
-
-    Raises:
-        DataError: a file is missing.
 
     Attributes:
         files: the state of each different file.
@@ -89,7 +86,7 @@ def file_images(root: Path, paths: Sequence[Path]) -> SampleImages:
     return SampleImages(samples, samples.files)
 
 
-def png_of(image: "Image.Image") -> bytes:
+def encode_png(image: "Image.Image") -> bytes:
     """Encode an image as lossless PNG, fast rather than small."""
     file = BytesIO()
     image.save(file, "png", compress_level=1)
@@ -102,13 +99,8 @@ def png_of(image: "Image.Image") -> bytes:
 _LONGEST = 60  # characters of a caption in a message
 
 
-def checked_set(dataset: EvalDataset) -> EvalDataset:
-    """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities.
-
-    Raises:
-        DataError: a label without a class name, a template without ``{c}``, an image without choices, or a single
-            class.
-    """
+def check_dataset(dataset: EvalDataset) -> EvalDataset:
+    """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities."""
     if not dataset.revision:
         dataset = replace(dataset, revision=dataset.images.fingerprint())
     name, names, labels = dataset.name, dataset.class_names, dataset.labels
@@ -136,10 +128,10 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
                     f", but there are {len(names)} class names, for labels 0 to {len(names) - 1}; blank lines in "
                     "classnames.txt count"
                 )
-            raise DataError(f"{dataset.where(first)} has label {label}{why}")
+            raise DataError(f"{dataset.describe_image(first)} has label {label}{why}")
     if labels is not None and names:
         if repeated := [repr(one) for one, count in Counter(names).items() if count > 1]:
-            _log.warning("dataset %s: class names shared by several classes: %s", name, some(repeated))
+            _log.warning("dataset %s: class names shared by several classes: %s", name, list_some(repeated))
         counts = (
             labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))
         )  # (C,)
@@ -149,20 +141,21 @@ def checked_set(dataset: EvalDataset) -> EvalDataset:
                 "dataset %s: its images show %s; the names of the others remain possible answers: %s",
                 name,
                 count,
-                some(empty),
+                list_some(empty),
             )
     choices = dataset.choices or ()
     for number, own in enumerate(choices):
         if len(own) < 2:
             raise DataError(
-                f"{dataset.where(number)} has {counted(len(own), 'caption')} to choose from, expected at least 2"
+                f"{dataset.describe_image(number)} has {counted(len(own), 'caption')} to choose from, expected at "
+                "least 2"
             )
     if equal := [own[0] for own in choices if own[0] in own[1:]]:
         _log.warning(
             "dataset %s: %s whose right caption is also among the wrong ones, which counts as wrong: %s",
             name,
             counted(len(equal), "image"),
-            some([repr(one[:_LONGEST]) for one in equal]),
+            list_some([repr(one[:_LONGEST]) for one in equal]),
         )
     return dataset
 
@@ -174,23 +167,19 @@ _MAX_TEXT_BYTES, _MAX_JSON_BYTES = 16 << 20, 1 << 30
 Content = TypeVar("Content")
 
 
-def lines_of(place: str | Path) -> list[str]:
+def read_lines(place: str | Path) -> list[str]:
     """Return a file's stripped lines, including blank ones; [] if there is no file."""
     text = (read_text_file(place) or "").removesuffix("\n").removesuffix("\r")
     return [line.strip() for line in text.split("\n")] if text else []
 
 
-def templates_in(root: str | Path) -> tuple[str, ...]:
+def read_templates(root: str | Path) -> tuple[str, ...]:
     """Return the prompt templates next to a dataset's images."""
-    return tuple(filter(None, lines_of(join_place(root, "zeroshot_classification_templates.txt"))))
+    return tuple(filter(None, read_lines(join_place(root, "zeroshot_classification_templates.txt"))))
 
 
 def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | None:
-    """Return a file's text, or None if there is no file.
-
-    Raises:
-        DataError: the file is larger than ``limit`` bytes or not UTF-8, or its store does not respond.
-    """
+    """Return a file's text, or None if there is no file."""
     if isinstance(place, str) and is_remote(place):
         from clipkit.samples import remote
 
@@ -210,11 +199,7 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
 
 
 def read_json_file(place: str | Path, kind: type[Content]) -> Content | None:
-    """Return the content of a JSON file, or None if there is no file.
-
-    Raises:
-        DataError: the file is not JSON with values of these types, or as for ``read_text_file``.
-    """
+    """Return the content of a JSON file, or None if there is no file."""
     text = read_text_file(place, limit=_MAX_JSON_BYTES)
     if text is None:
         return None

@@ -22,8 +22,8 @@ from clipkit.samples import (
     is_hidden,
     read_class_names,
 )
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
-from eval.readers.files import checked_set, file_images, templates_in
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
+from eval.readers.files import check_dataset, file_images, read_templates
 from eval.readers.pairs import open_captioned_folder, open_table
 
 _log = logging.getLogger("eval")
@@ -37,9 +37,6 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     Splits are named as in ``clipkit.samples.SPLIT_NAMES``. Without a ``test`` split, ``val`` is the test split,
     as in ImageNet's layout, and not a split of its own. A folder without splits is a test split. The names of
     classes are those of their folders, or the lines of ``classnames.txt``, see ``read_class_names``.
-
-    Raises:
-        DataError: there is no such split, there are images of fewer than two classes, or an image cannot be used.
     """
     folders = _visible_folders(folder)
     splits: dict[str, Path] = {}
@@ -89,33 +86,38 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         samples.check_no_caption_tables()
     if inside == folder and all(map(_LIKE_A_SPLIT.match, subfolders)):
         raise DataError(
-            f"{folder} contains images in {some(subfolders)}, which are names of splits, not of classes: put the "
-            f"images in a folder per class, such as {folder / subfolders[0] / 'cat'}, and name the test split test"
+            f"{folder} contains images in {list_some(subfolders)}, which are names of splits, not of classes: put "
+            f"the images in a folder per class, such as {folder / subfolders[0] / 'cat'}, and name the test split "
+            "test"
         )
     renamed = [f"{key} is {classes[label]!r}" for key, label in labels_of.items() if key != classes[label]]
     if renamed:
-        _log.warning("dataset %s: the names of classes are those of %s: %s", name, CLASS_NAMES, some(renamed))
+        _log.warning(
+            "dataset %s: the names of classes are those of %s: %s", name, CLASS_NAMES, list_some(renamed)
+        )
     if outside:
-        _log.warning("dataset %s: skips images outside the class folders: %s", name, some(sorted(outside)))
+        _log.warning(
+            "dataset %s: skips images outside the class folders: %s", name, list_some(sorted(outside))
+        )
     others = [path for path in folders if inside != folder and path not in (inside, *splits.values())]
     if skipped := [path.name for path in others if next(images_below(path), None) is not None]:
         _log.warning(
             "dataset %s: scores the images in %s, and skips those in other folders beside it: %s",
             name,
             inside,
-            some(skipped),
+            list_some(skipped),
         )
     labels = torch.tensor([label for label, _ in labelled])
     if (folder / _REAL).is_file():
         labels = _real_labels(folder / _REAL, [file for _, file in labelled], len(classes))
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             split=split,
             images=file_images(inside, [file for _, file in labelled]),
             tasks=("zero-shot",),
             class_names=tuple(text.replace("_", " ").strip() for text in classes),
-            templates=templates_in(folder) or DEFAULT_TEMPLATES,
+            templates=read_templates(folder) or DEFAULT_TEMPLATES,
             labels=labels,
             metadata=_textures(labelled, classes),
         )
@@ -163,11 +165,7 @@ _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
 def _real_labels(file: Path, images: Sequence[Path], classes: int) -> torch.Tensor:
-    """Return ImageNet's reassessed labels (Beyer et al. 2020, https://arxiv.org/abs/2006.07159), (N, C) bool.
-
-    Raises:
-        DataError: the file is not a list of labels for each validation image, or an image is not one of them.
-    """
+    """Return ImageNet's reassessed labels (Beyer et al. 2020, https://arxiv.org/abs/2006.07159), (N, C) bool."""
     try:
         rows = msgspec.json.decode(file.read_bytes(), type=list[list[int]])
     except msgspec.DecodeError as error:

@@ -15,7 +15,7 @@ from pathlib import Path
 from clipkit.errors import DataError
 from clipkit.samples import join_place
 from eval.datasets.dataset import EvalDataset, Language
-from eval.readers.files import checked_set, file_images, lines_of, read_json_file, read_text_file
+from eval.readers.files import check_dataset, file_images, read_json_file, read_lines, read_text_file
 from eval.results.records import parse_json
 
 _MAX_BYTES = 1 << 30
@@ -36,11 +36,7 @@ def is_multilingual(folder: Path) -> bool:
 
 
 def open_multilingual(folder: Path, name: str) -> EvalDataset:
-    """Open a folder of Crossmodal-3600 or XTD; its captions without a language are the English or the first ones.
-
-    Raises:
-        DataError: an image is missing, or captions are incomplete.
-    """
+    """Open a folder of Crossmodal-3600 or XTD; its plain captions are the English or the first ones."""
     keyed = (folder / _CAPTIONS).is_file()
     files, captions = (_of_json_lines if keyed else _of_text_files)(folder, name)
     if not files or not captions:
@@ -50,7 +46,7 @@ def open_multilingual(folder: Path, name: str) -> EvalDataset:
         if empty is not None:
             raise DataError(f"dataset {name}: image {files[empty]} has no caption in language {language}")
     within = folder / "images" if (folder / "images").is_dir() else folder
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             images=file_images(folder, [within / file for file in files]),
@@ -96,12 +92,12 @@ def _of_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
 
 def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
     places = [folder / part for part in _FOLDERS]
-    files = next(lines_of(place / _IMAGES) for place in places if (place / _IMAGES).is_file())
+    files = next(read_lines(place / _IMAGES) for place in places if (place / _IMAGES).is_file())
     texts = sorted(path for place in places for path in place.glob("*.txt") if path.name != _IMAGES)
     texts = [path for path in texts if path.stem.startswith(_PREFIX)] or texts
     found: _Captions = {}
     for path in texts:
-        lines = lines_of(path)
+        lines = read_lines(path)
         if len(lines) != len(files):
             raise DataError(
                 f"dataset {name}: {path} has {len(lines):,} lines, {_IMAGES} has {len(files):,}: expected one "
@@ -112,11 +108,7 @@ def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
 
 
 def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, Language]:
-    """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's.
-
-    Raises:
-        DataError: a language does not have one name per class.
-    """
+    """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's."""
     place = join_place(folder, "names.json")
     found = {}
     for language, names in (read_json_file(place, dict[str, list[str]]) or {}).items():
@@ -132,9 +124,6 @@ def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, L
     Args:
         folder: the folder of the two files.
         labels: by class of ImageNet, its label in the images.
-
-    Raises:
-        DataError: a file is missing or damaged.
     """
     names_file = join_place(folder, "babel_imagenet.json")
     names = read_json_file(names_file, dict[str, tuple[list[int], list[str]]])

@@ -22,8 +22,8 @@ from clipkit.samples import (
     plain_name,
     read_split,
 )
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, some
-from eval.readers.files import checked_set, file_images, templates_in
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
+from eval.readers.files import check_dataset, file_images, read_templates
 
 _log = logging.getLogger("eval")
 
@@ -43,12 +43,7 @@ def lists_captions(file: Path) -> bool:
 
 
 def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
-    """Open a table of paths of images with captions or labels.
-
-    Raises:
-        MissingSplit: there is no such split.
-        DataError: the table cannot be read, or none of its images can be used.
-    """
+    """Open a table of paths of images with captions or labels."""
     table = Table(file, image_column=None, caption_column=None, others=None)
     samples = TableSamples([table])
     if samples.damage:
@@ -90,11 +85,11 @@ def _open_pairs(
         if (stated or TEST) == split:
             files.append(path)
             captions.append(texts)
-    causes = some([f"{count:,} × {cause}" for cause, count in bad.most_common()])
+    causes = list_some([f"{count:,} × {cause}" for cause, count in bad.most_common()])
     if not splits:
         raise DataError(f"dataset {name}: no image of {source} can be used: {causes or 'it has no rows'}")
     if not files:
-        raise MissingSplit(f"dataset {name} has no split {split!r}: {source} has {some(sorted(splits))}")
+        raise MissingSplit(f"dataset {name} has no split {split!r}: {source} has {list_some(sorted(splits))}")
     if bad:
         _log.warning("dataset %s: %s cannot be used: %s", name, counted(bad.total(), "image"), causes)
     labels: torch.Tensor | None = None
@@ -104,14 +99,14 @@ def _open_pairs(
         if several := [path for path, texts in zip(files, captions, strict=True) if len(texts) > 1]:
             raise DataError(f"dataset {name}: {several[0]} has several labels in {source}")
         labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             split=split,
             images=file_images(root, files),
             tasks=("retrieval",) if labels is None else ("zero-shot",),
             class_names=class_names,
-            templates=templates_in(source.parent) or DEFAULT_TEMPLATES,
+            templates=read_templates(source.parent) or DEFAULT_TEMPLATES,
             labels=labels,
             captions=tuple(captions) if labels is None else None,
         )

@@ -41,7 +41,7 @@ from clipkit.samples import (
     usable_texts,
 )
 from eval.datasets.dataset import EvalDataset, SampleImages
-from eval.readers.files import checked_set, file_images
+from eval.readers.files import check_dataset, file_images
 from eval.readers.shards import files_of_split
 
 if TYPE_CHECKING:
@@ -76,9 +76,6 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
         files: the rows of the split.
         name: the dataset's name.
         split: the split's name.
-
-    Raises:
-        DataError: a file is damaged, or the columns match no known format.
     """
     if not len(files):
         raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")
@@ -182,7 +179,7 @@ class _Table:
         self._features: dict[str, Any] = features if isinstance(features, dict) else {}
 
     def dataset(self, images: SampleImages, task: str, **parts: Any) -> EvalDataset:
-        return checked_set(
+        return check_dataset(
             EvalDataset(name=self.name, split=self.split, images=images, tasks=(task,), **parts)
         )
 

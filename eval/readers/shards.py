@@ -22,9 +22,10 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import BytesIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,13 +50,13 @@ from clipkit.samples import (
 from clipkit.samples.remote import ShardFile, Unreachable, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, short_hash
+from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, hash_values
 from eval.readers.files import (
-    checked_set,
-    lines_of,
+    check_dataset,
     read_json_file,
+    read_lines,
+    read_templates,
     read_text_file,
-    templates_in,
 )
 from eval.tasks import TASKS
 
@@ -68,10 +69,17 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Members:
-    """Where the images and captions of shards are, as ``data.image`` and ``data.captions`` of a training."""
+    """Where the images and captions of shards are, as ``data.image`` and ``data.captions`` of a training.
+
+    Attributes:
+        image: the member with the image; "" for the only one with an image's extension.
+        captions: text members and json fields.
+        optional: whether a dataset without such images, or without such captions, is read by the usual names.
+    """
 
     image: str = ""
     captions: tuple[str, ...] = (TEXT,)
+    optional: bool = False
 
 
 class _SetCard(msgspec.Struct, kw_only=True):
@@ -100,39 +108,37 @@ def open_published(
         split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
         members: where images and captions are.
-
-    Raises:
-        DataError: the split is incomplete or inconsistent.
     """
     root, split_in_card = _find_description(place, split)
     card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
-    kind = (*lines_of(join_place(root, "dataset_type.txt")), "")[0].lower()
+    kind = (*read_lines(join_place(root, "dataset_type.txt")), "")[0].lower()
     if kind not in ("", *_TYPES):
         raise DataError(f"dataset {name} is of type {kind[:40]!r}; known: {', '.join(_TYPES)}")
+    class_names = tuple(read_lines(join_place(root, "classnames.txt")))
 
-    _check_images(name, samples, members, split=split_in_card, stated=card.samples.get(split_in_card))
-    class_names = tuple(lines_of(join_place(root, "classnames.txt")))
+    shards = _Published(name, samples, members)
+    shards.check_images(split_in_card, stated=card.samples.get(split_in_card))
+    images = SampleImages(samples, samples.files, member=shards.image)
     multilabel = kind == "multilabel"
-    all_labels, all_captions, arrays = _read_annotations(
-        name, samples, members, arrays=multilabel or bool(metadata_names)
-    )
-    images = SampleImages(samples, samples.files, member=members.image.lower())
+    annotations = shards.read_annotations(arrays=multilabel or bool(metadata_names))
+    all_captions = annotations.captions
+    if members.optional and not any(all_captions):
+        all_captions = annotations.usual_captions
+    revision = ""
+    if all_captions != annotations.usual_captions:
+        revision = hash_values(images.fingerprint(), members.captions)
+
     labels: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
     if multilabel:
-        labels = _multi_hot(name, arrays, samples, classes=len(class_names))
+        labels = shards.stack_labels(annotations.arrays, classes=len(class_names))
     else:
-        present_labels = [label for label in all_labels if label is not None]
-        has_captions = any(all_captions)
-        if not present_labels and not has_captions and len(samples):
-            raise _nothing_usable(name, samples, members, "a label (.cls) or a caption")
-        if present_labels:
-            if len(present_labels) < len(samples):
-                raise _at(name, samples, all_labels.index(None), "has no label, others have one")
-            labels = torch.tensor(present_labels)
-        if has_captions and not all(all_captions):
-            if labels is not None or any(map(_is_complete, {place, root})):
-                raise _at(name, samples, all_captions.index(()), "has no caption, others have one")
+        labels = shards.stack_class_numbers(annotations.labels)
+        if labels is None and not any(all_captions) and len(samples):
+            raise shards.nothing_usable("a label (.cls) or a caption")
+        if any(all_captions) and not all(all_captions):
+            if labels is not None or _is_complete(place) or _is_complete(root):
+                raise shards.fault(all_captions.index(()), "has no caption, others have one")
             captioned = [i for i, texts in enumerate(all_captions) if texts]
             skipped = len(samples) - len(captioned)
             _log.warning(
@@ -140,7 +146,8 @@ def open_published(
             )
             images = images.select(captioned)
             all_captions = [all_captions[i] for i in captioned]
-        captions = tuple(all_captions) if has_captions else None
+        if any(all_captions):
+            captions = tuple(all_captions)
 
     tasks: tuple[str, ...] = ("zero-shot",)
     if card.tasks is not None:
@@ -161,11 +168,10 @@ def open_published(
             )
         _log.warning("dataset %s: %s: captions are ignored", name, what)
         captions = None
-    revision = ""
-    if members.captions != (TEXT,):
-        revision = short_hash(images.fingerprint(), members.captions)
-    choices = captions if kind == "image_caption_selection" else None
-    return checked_set(
+    choices = None
+    if kind == "image_caption_selection" and captions:
+        choices, captions = captions, None
+    return check_dataset(
         EvalDataset(
             name=name,
             split=split,
@@ -173,11 +179,11 @@ def open_published(
             revision=revision,
             tasks=tasks,
             class_names=class_names,
-            templates=templates_in(root) or DEFAULT_TEMPLATES,
+            templates=read_templates(root) or DEFAULT_TEMPLATES,
             labels=labels,
-            captions=None if choices else captions,
+            captions=captions,
             choices=choices,
-            metadata=_columns(name, arrays, samples, metadata_names) if metadata_names else {},
+            metadata=shards.stack_metadata(annotations.arrays, metadata_names),
         )
     )
 
@@ -200,79 +206,159 @@ def _has_any(place: Path | str, names: Sequence[str]) -> bool:
     return any(read_text_file(join_place(place, name)) is not None for name in names)
 
 
-def _check_images(
-    name: str, samples: ShardSamples, members: Members, *, split: str, stated: int | None
-) -> None:
-    """Check that each sample has one image, and that there are as many as the card states."""
-    if samples.faults:
-        raise DataError(
-            f"dataset {name}: {samples.faults[0]}: neighbouring files with the same name up to the first dot are "
-            "one sample"
-        )
-    extensions = (members.image.lower(),) if members.image else IMAGE_EXTENSIONS
-    complete = 0
-    for i in range(len(samples)):
-        images = [member for member in samples.members(i) if member in extensions]
-        if len(images) > 1:
-            raise _at(name, samples, i, f"has several images, {', '.join(images)}: choose one with --image")
-        complete += len(images)
-    if not complete and len(samples):
-        raise _nothing_usable(name, samples, members, "an image")
-    if complete < len(samples) or stated not in (None, complete):
-        expected = f", its card says {stated}" if stated is not None else ""
-        raise DataError(
-            f"dataset {name}: split {split!r} has {counted(complete, 'sample')} with an image and "
-            f"{len(samples) - complete} without{expected}; fetch or write it again"
-        )
-
-
 # --------------------------------------------------------------------------------------------------------------
 # Labels, captions and arrays of all samples; no image is read.
 
 
-def _read_annotations(
-    name: str, samples: ShardSamples, where: Members, *, arrays: bool
-) -> tuple[list[int | None], list[tuple[str, ...]], list[Array | None]]:
-    """Return the ``cls``, the captions and, if requested, the ``npy`` of each sample.
+@dataclass(frozen=True, kw_only=True)
+class _Annotations:
+    """By sample: ``cls``, captions, captions by the usual names, and ``npy`` if it is needed."""
 
-    Captions are the lines of all texts that ``where`` names; with the usual names, those that a sample's json lists
-    if the first one is its caption.
+    labels: list[int | None]
+    captions: list[tuple[str, ...]]
+    usual_captions: list[tuple[str, ...]]
+    arrays: list[Array | None]
+
+
+class _Published:
+    """The samples of one split of a dataset."""
+
+    def __init__(self, name: str, samples: ShardSamples, members: Members) -> None:
+        self.name = name
+        self.samples = samples
+        self.members = members
+        self.image = members.image.lower()
+        if members.optional and not any(self.image in samples.members(i) for i in range(len(samples))):
+            self.image = ""
+
+    def fault(self, i: int, what: str, *, separator: str = " ") -> DataError:
+        shard, key = self.samples.locate(i)
+        return DataError(f"dataset {self.name}: sample {key} of {shard}{separator}{what}")
+
+    def nothing_usable(self, what: str) -> DataError:
+        shard = self.samples.open_shard(0)
+        rule = CaptionRule(fields=self.members.captions)
+        hint = ""
+        for setting, member in suggest_members(shard, rule, self.members.image).items():
+            hint += f" data.{setting}={member}" if self.members.optional else f" --{setting} {member}"
+        names = list_members(shard.index.names)
+        return DataError(
+            f"dataset {self.name}: no sample has {what}; members: {names}{': add' if hint else ''}{hint}"
+        )
+
+    def check_images(self, split: str, *, stated: int | None) -> None:
+        """Check that each sample has one image, and that there are as many as the card states."""
+        if self.samples.faults:
+            raise DataError(
+                f"dataset {self.name}: {self.samples.faults[0]}: neighbouring files with the same name up to the "
+                "first dot are one sample"
+            )
+        extensions = (self.image,) if self.image else IMAGE_EXTENSIONS
+        complete = 0
+        for i in range(len(self.samples)):
+            images = [member for member in self.samples.members(i) if member in extensions]
+            if len(images) > 1:
+                option = "data.image" if self.members.optional else "--image"
+                raise self.fault(i, f"has several images, {', '.join(images)}: choose one with {option}")
+            complete += len(images)
+        if not complete and len(self.samples):
+            raise self.nothing_usable("an image")
+        if complete < len(self.samples) or stated not in (None, complete):
+            expected = "" if stated is None else f", its card says {stated}"
+            raise DataError(
+                f"dataset {self.name}: split {split!r} has {counted(complete, 'sample')} with an image and "
+                f"{len(self.samples) - complete} without{expected}; fetch or write it again"
+            )
+
+    def read_annotations(self, *, arrays: bool) -> _Annotations:
+        rule, usual_rule = CaptionRule(fields=self.members.captions), CaptionRule()
+        annotations = _Annotations(labels=[], captions=[], usual_captions=[], arrays=[])
+        for i in range(len(self.samples)):
+            shard, row = self.samples.find(i)
+            names = shard.index.members(row)
+            needed = {"cls", "txt", "json", *rule.members(names), *usual_rule.members(names)}
+            if arrays:
+                needed.add("npy")
+            try:
+                members = shard.read_present(row, needed)
+                fields = rule.parse(members)
+                captions = _list_captions(rule, fields)
+                usual = captions if rule == usual_rule else _list_captions(usual_rule, fields)
+                annotations.labels.append(_parse_label(members["cls"]) if "cls" in members else None)
+                annotations.captions.append(captions)
+                annotations.usual_captions.append(usual)
+                annotations.arrays.append(parse_npy(members["npy"]) if "npy" in members else None)
+            except DataError as error:
+                raise self.fault(i, str(error), separator=": ") from error
+        return annotations
+
+    def stack_class_numbers(self, numbers: Sequence[int | None]) -> Tensor | None:
+        """Return labels, (N,) int64; None if no sample has one."""
+        labels = [label for label in numbers if label is not None]
+        if not labels:
+            return None
+        if len(labels) < len(numbers):
+            raise self.fault(numbers.index(None), "has no label, others have one")
+        return torch.tensor(labels)
+
+    def stack_labels(self, arrays: Sequence[Array | None], *, classes: int) -> Tensor:
+        """Return multi-hot labels, (N, C) bool, from (C,) zeros and ones; ``classes`` is 0 without class names."""
+        width = classes or next((array.size for array in arrays if array is not None), 0)
+        expected = f"labels of {width} classes"
+        if classes:
+            expected += ", the lines of classnames.txt with the blank ones"
+        rows = np.zeros((len(arrays), width), dtype=np.bool_)
+        self._fill_rows(rows, arrays, expected)
+        return torch.from_numpy(rows)  # (N, C)
+
+    def stack_metadata(self, arrays: Sequence[Array | None], names: Sequence[str]) -> dict[str, Tensor]:
+        """Return the columns of each ``npy``: (N,) int64, or float64 if some value is not an integer."""
+        if not names:
+            return {}
+        rows = np.zeros((len(arrays), len(names)))  # float64 is exact for integers up to 2^53
+        self._fill_rows(rows, arrays, f"{counted(len(names), 'column')}: {', '.join(names)}")
+        columns = {}
+        for column, name in enumerate(names):
+            values = torch.from_numpy(rows[:, column].copy())  # (N,)
+            are_integers = bool((values == values.round()).all()) and bool((values.abs() < 2**53).all())
+            columns[name] = values.to(torch.int64) if are_integers else values
+        return columns
+
+    def _fill_rows(self, rows: Array, arrays: Sequence[Array | None], expected: str) -> None:
+        """Fill (N, W) rows with the ``npy`` of each sample, whose values must be exact in the rows' dtype."""
+        for i, array in enumerate(arrays):
+            if array is None:
+                raise self.fault(i, f"has no npy, expected {expected}")
+            if array.size != rows.shape[1]:
+                raise self.fault(i, f"has {counted(array.size, 'value')} in its npy, expected {expected}")
+            values = array.reshape(-1)
+            rows[i] = values
+            if not (rows[i] == values).all() or not np.isfinite(values).all():
+                kind = "0 and 1" if rows.dtype == np.bool_ else "finite numbers"
+                raise self.fault(i, f"has an npy with values other than {kind}")
+
+
+def _list_captions(rule: CaptionRule, fields: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the lines of all texts that a rule names.
+
+    With the usual names these are the captions that a sample's json lists if the first one is its caption.
     """
-    wanted = ("txt", "cls", "json", "npy") if arrays else ("txt", "cls", "json")
-    labels: list[int | None] = []
-    captions: list[tuple[str, ...]] = []
-    npy: list[Array | None] = []
-    rule = CaptionRule(fields=where.captions)
-    for i in range(len(samples)):
-        shard, row = samples.find(i)
-        try:
-            members = shard.read_present(row, {*wanted, *rule.members(shard.index.members(row))})
-            fields = rule.parse(members)
-            texts = [text for texts in rule.by_field(fields) for text in texts]
-            listed = fields.get("captions")
-            if where.captions != (TEXT,) or not isinstance(listed, list) or listed[:1] != texts[:1]:
-                listed = [line for text in texts for line in text.split("\n")]
-            labels.append(_label_of(members["cls"]) if "cls" in members else None)
-            captions.append(tuple(usable_texts(listed)))
-            npy.append(array_of(members["npy"]) if "npy" in members else None)
-        except DataError as error:
-            raise _at(name, samples, i, str(error), separator=": ") from error
-    return labels, captions, npy
+    texts = list(chain.from_iterable(rule.by_field(fields)))
+    captions = fields.get("captions")
+    if rule.fields != (TEXT,) or not isinstance(captions, list) or captions[:1] != texts[:1]:
+        captions = "\n".join(texts).split("\n")
+    return tuple(usable_texts(captions))
 
 
-def _label_of(data: bytes) -> int:
+def _parse_label(data: bytes) -> int:
     text = decode_text(data).strip()
     if not (text.isdecimal() and len(text) < 19):
         raise DataError(f"label {text[:40]!r} is not a whole number")
     return int(text)
 
 
-def array_of(data: bytes) -> Array:
-    """Return the array of numbers in an ``npy`` file; nothing is unpickled.
-
-    Raises:
-        DataError: it is not such a file, incomplete, or has another dtype (objects, text, records).
-    """
+def parse_npy(data: bytes) -> Array:
+    """Return the array of numbers in an ``npy`` file; nothing is unpickled."""
     file = BytesIO(data)
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -284,62 +370,6 @@ def array_of(data: bytes) -> Array:
     if file.read(1):
         raise DataError(f"its npy has more bytes than the {array.size} values that its header states")
     return array
-
-
-def _stack_rows(
-    name: str, arrays: Sequence[Array | None], samples: ShardSamples, *, expected: str, rows: Array
-) -> Array:
-    """Fill ``rows``, (N, W), with the ``npy`` of each sample, whose values must be exact in its dtype."""
-    for i, array in enumerate(arrays):
-        if array is None:
-            raise _at(name, samples, i, f"has no npy, expected {expected}")
-        if array.size != rows.shape[1]:
-            raise _at(name, samples, i, f"has {counted(array.size, 'value')} in its npy, expected {expected}")
-        values = array.reshape(-1)
-        rows[i] = values
-        if not (rows[i] == values).all() or not np.isfinite(values).all():
-            kind = "0 and 1" if rows.dtype == np.bool_ else "finite numbers"
-            raise _at(name, samples, i, f"has an npy with values other than {kind}")
-    return rows
-
-
-def _multi_hot(name: str, arrays: Sequence[Array | None], samples: ShardSamples, *, classes: int) -> Tensor:
-    """Return multi-hot labels, (N, C) bool, from (C,) zeros and ones; ``classes`` is 0 without class names."""
-    width = classes or next((array.size for array in arrays if array is not None), 0)
-    expected = f"labels of {width} classes"
-    if classes:
-        expected += ", the lines of classnames.txt with the blank ones"
-    rows = np.zeros((len(arrays), width), dtype=np.bool_)
-    return torch.from_numpy(_stack_rows(name, arrays, samples, expected=expected, rows=rows))  # (N, C)
-
-
-def _columns(
-    name: str, arrays: Sequence[Array | None], samples: ShardSamples, names: Sequence[str]
-) -> dict[str, Tensor]:
-    """Return the columns of each ``npy`` by name: (N,) int64, or float64 if some value is not an integer."""
-    expected = f"{counted(len(names), 'column')}: {', '.join(names)}"
-    rows = np.zeros((len(arrays), len(names)))  # float64 is exact for integers up to 2^53
-    rows = _stack_rows(name, arrays, samples, expected=expected, rows=rows)
-    columns = {}
-    for column, key in enumerate(names):
-        values = torch.from_numpy(rows[:, column].copy())  # (N,)
-        whole = bool((values == values.round()).all()) and bool((values.abs() < 2**53).all())
-        columns[key] = values.to(torch.int64) if whole else values
-    return columns
-
-
-def _nothing_usable(name: str, samples: ShardSamples, members: Members, what: str) -> DataError:
-    shard = samples.open_shard(0)
-    found = suggest_members(shard, CaptionRule(fields=members.captions), members.image)
-    hint = f": add {' '.join(f'--{option} {member}' for option, member in found.items())}" if found else ""
-    return DataError(
-        f"dataset {name}: no sample has {what}; members: {list_members(shard.index.names)}{hint}"
-    )
-
-
-def _at(name: str, samples: ShardSamples, number: int, what: str, *, separator: str = " ") -> DataError:
-    shard, key = samples.locate(number)
-    return DataError(f"dataset {name}: sample {key} of {shard}{separator}{what}")
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -356,7 +386,7 @@ _REMEMBERED = 60.0  # seconds
 _unreachable: dict[str, tuple[float, str]] = {}  # by root: when it did not respond, and the message
 
 
-def address_of(source: str) -> str:
+def resolve_address(source: str) -> str:
     """Return where the files of a source are.
 
     For a dataset's page at Hugging Face, ``https://huggingface.co/datasets/OWNER/NAME/tree/BRANCH`` (as
@@ -397,7 +427,7 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
                 if isinstance(place, Path):
                     if place.expanduser().is_dir():
                         return str(place.expanduser())
-                elif _is_dataset(address_of(place)):
+                elif _is_dataset(resolve_address(place)):
                     return place
             family, _, own = flat.partition("-")
             for inside in (f"{own}.json", f"data/{own}.json", f"visual_genome_{own}.json"):
@@ -428,12 +458,7 @@ def _is_dataset(address: str) -> bool:
 
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
-    """Return the files of a split of a dataset; files whose names state no split are the test split.
-
-    Raises:
-        MissingSplit: there are none.
-        DataError: a file is missing.
-    """
+    """Return the files of a split of a dataset; files whose names state no split are the test split."""
     stated, files = "", []
     if isinstance(place, Path) and place.is_file():
         files = [ShardFile.at(place)]

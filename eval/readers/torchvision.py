@@ -17,8 +17,8 @@ import torch
 
 from clipkit.errors import ConfigError, DataError, Unavailable, nearest
 from clipkit.samples import MissingSplit, Samples, pillow_errors
-from eval.datasets.dataset import TEST, EvalDataset, SampleImages, some
-from eval.readers.files import checked_set, file_images, png_of
+from eval.datasets.dataset import TEST, EvalDataset, SampleImages, list_some
+from eval.readers.files import check_dataset, encode_png, file_images
 
 ALL = "all"  # the split of a dataset without splits
 
@@ -96,7 +96,7 @@ def open_torchvision(
     splits = TORCHVISION_SETS[kind]
     kinds = importlib.import_module("torchvision.datasets")
     if split not in splits:
-        what = f"only {some(list(splits))}"
+        what = f"only {list_some(list(splits))}"
         if ALL in splits:
             what = f"torchvision's {kind} has only the split {ALL!r} with all images"
         raise MissingSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
@@ -129,7 +129,7 @@ def open_torchvision(
         labels = [labels[number] for number in order]
     # ImageNet's classes are lists of names, so its WordNet ids are the keys; some datasets have no class names
     names = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None) or ()
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             split=split,
@@ -199,7 +199,7 @@ class ArraySamples(Samples):
 
     def read(self, i: int, member: str) -> bytes:
         with pillow_errors(), self._dataset[i][0] as image:
-            return png_of(image)
+            return encode_png(image)
 
     @property
     def content_id(self) -> str:

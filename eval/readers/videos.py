@@ -22,7 +22,7 @@ import torch
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
-from eval.readers.files import checked_set, file_images, read_json_file, read_text_file
+from eval.readers.files import check_dataset, file_images, read_json_file, read_text_file
 
 _MAX_BYTES = 256 << 20
 _SETS, _REVIEWS = "pmsets.json", "anchor_labels.json"
@@ -59,9 +59,6 @@ def open_video_frames(folder: Path, name: str) -> EvalDataset:
 
     The metadata column ``anchor`` is the number of the anchor frame to which an image belongs; an anchor's is its
     own.
-
-    Raises:
-        DataError: an image is missing, or the annotations are incomplete or invalid.
     """
     names, frames = (_of_reviews if (folder / _REVIEWS).is_file() else _of_sets)(folder)
     files: list[Path] = []
@@ -87,7 +84,7 @@ def open_video_frames(folder: Path, name: str) -> EvalDataset:
     hot = torch.zeros(len(files), len(names), dtype=torch.bool)
     for number, own in enumerate(labels):
         hot[number, own] = True
-    return checked_set(
+    return check_dataset(
         EvalDataset(
             name=name,
             images=file_images(folder, files),

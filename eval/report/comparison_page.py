@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from markupsafe import Markup
 
 from clipkit.files import write_page
-from eval.datasets.dataset import TEST, some
+from eval.datasets.dataset import TEST, list_some
 from eval.features.image_models import TIMM
 from eval.metrics import is_fraction
 from eval.report.blocks import detail_sections
@@ -493,7 +493,7 @@ def _describe_options(rows: Sequence[Record]) -> dict[str, str]:
         descriptions = []
         for text, text_keys in texts.items():
             names = list(dict.fromkeys(dataset for _, dataset, _ in text_keys))
-            descriptions.append(f"{text} ({some(names)})" if len(texts) > 1 else text)
+            descriptions.append(f"{text} ({list_some(names)})" if len(texts) > 1 else text)
         options[task] = " – ".join(descriptions)
     return options
 

@@ -22,7 +22,7 @@ from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_targets
 from eval.features.encoder import Encoder
 from eval.features.image_models import TIMM, ImageModel, load_image_model
-from eval.internals import Internals, analyze, compare_layers
+from eval.internals import Internals, analyze_tower, compare_layers
 from eval.options import InternalsOptions
 from eval.report.charts import TEMPLATES
 from eval.results.scores import Score
@@ -74,7 +74,9 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
         raise DataError(f"dataset {dataset.name} has {len(dataset)} images: internals needs at least 4")
     pixels = [_pixels(dataset, numbers, model) for model in models]
     pixels = [images.to(model.logit_scale.device) for images, model in zip(pixels, models, strict=True)]
-    analyses = [analyze(model, images, shown=_IMAGES) for model, images in zip(models, pixels, strict=True)]
+    analyses = [
+        analyze_tower(model, images, shown=_IMAGES) for model, images in zip(models, pixels, strict=True)
+    ]
     prompts = _prompts(dataset, numbers[:_IMAGES])
     views = []
     for model, name, inside, images in zip(models, names, analyses, pixels, strict=True):
@@ -113,7 +115,7 @@ def _pixels(dataset: EvalDataset, numbers: Sequence[int], model: CLIP) -> Tensor
         try:
             pixels.append(eval_pixels(dataset.images.read(number), model.preprocess))
         except DataError as error:
-            raise DataError(f"{dataset.where(number)}: {error}") from error
+            raise DataError(f"{dataset.describe_image(number)}: {error}") from error
     return torch.stack(pixels)
 
 

@@ -34,7 +34,14 @@ from eval.report.charts import (
     value_text,
 )
 from eval.report.tables import TableRow, join_words, setting_name
-from eval.results.records import Snapshot, find_snapshots, finite, json_lines, read_snapshot, whole
+from eval.results.records import (
+    Snapshot,
+    find_snapshots,
+    json_lines,
+    parse_finite,
+    parse_integer,
+    read_snapshot,
+)
 from eval.results.scores import PREFIX
 from eval.results.table import Record, Series, group_by, read_records
 
@@ -161,14 +168,14 @@ def _read(run: Path) -> RunFolder:
     not_finite: set[str] = set()
     ranks: Mapping[str, Mapping[str, float]] = {}
     for line in json_lines(run / "metrics.jsonl", notes, "the curves of the training are not shown"):
-        step = whole(line.get("step"))
+        step = parse_integer(line.get("step"))
         if step is None:
             continue
         ranks = _slowest_ranks(line.get("ranks")) or ranks
         terms = {name for name in line if name.startswith(_TERM)} - {_LOSS_TIME}
         columns.update({name: {} for name in line if name in terms and name not in columns})
         for name, column in columns.items():
-            value = finite(line.get(name))
+            value = parse_finite(line.get(name))
             # a resumed training repeats steps: the last value counts
             if value is not None:
                 column[step] = value
@@ -188,8 +195,8 @@ def _read(run: Path) -> RunFolder:
     datasets = section.get("data")
     if not isinstance(datasets, list):
         datasets = []
-    steps = whole(config.get("steps"))
-    due_steps = [due for due in (whole(section.get("every_steps")), steps) if due and due > 0]
+    steps = parse_integer(config.get("steps"))
+    due_steps = [due for due in (parse_integer(section.get("every_steps")), steps) if due and due > 0]
     first_score = min(due_steps, default=0)
     due = not config or (bool(datasets) and (step is None or step >= first_score))
     scores: dict[tuple[int, tuple[str, ...]], Result] = {}
@@ -255,7 +262,7 @@ def _slowest_ranks(record: object) -> dict[str, dict[str, float]]:
     if not isinstance(record, Mapping) or not isinstance(names := record.get("names"), list):
         return {}
     phases = {
-        str(phase): [finite(value) or 0.0 for value in values]
+        str(phase): [parse_finite(value) or 0.0 for value in values]
         for phase, values in record.items()
         if isinstance(values, list) and phase != "names" and len(values) == len(names)
     }

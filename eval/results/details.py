@@ -24,9 +24,9 @@ from eval.metrics import (
     calibration_bins,
     class_ranks,
     class_scores,
-    confusion,
+    count_confusion,
+    merge_superclasses,
     per_class_accuracy,
-    superclass_confusion,
     top_classes,
 )
 from eval.results.records import (
@@ -40,7 +40,7 @@ from eval.results.records import (
     Query,
     Snapshot,
     Thumbnail,
-    pack,
+    pack_values,
 )
 from eval.tasks.subject import Subject
 
@@ -103,11 +103,13 @@ def zero_shot_details(
         # ROC AUC ranks by the difference
         if classes == 2:
             scores = class_scores(image_features, class_weights, device=device)  # (N, 2)
-            values["roc_auc"] = pack(scores[:, 1] - scores[:, 0])
+            values["roc_auc"] = pack_values(scores[:, 1] - scores[:, 0])
         details = prediction_details(
             dataset, top.classes[:, 0], task=task, confidence=top.probabilities[:, 0]
         )
-        details = replace(details, right={name: pack(rows) for name, rows in right.items()}, values=values)
+        details = replace(
+            details, right={name: pack_values(rows) for name, rows in right.items()}, values=values
+        )
     else:
         # a class of -1 means none
         is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
@@ -164,7 +166,7 @@ def prediction_details(
     predicted = predicted.cpu()
     correct = predicted == labels  # (N,)
     by_class = per_class_accuracy(correct, labels, classes)
-    confused = confusion(predicted, labels)
+    confused = count_confusion(predicted, labels)
     groups = tuple(dict.fromkeys(dataset.superclasses))
     bins: tuple[Bin, ...] = ()
     if confidence is not None:
@@ -176,10 +178,10 @@ def prediction_details(
         )
     matrix = by_group = None
     if classes <= _WHOLE_MATRIX:
-        matrix = pack(torch.from_numpy(confused.matrix(classes)).flatten())
+        matrix = pack_values(torch.from_numpy(confused.matrix(classes)).flatten())
     if groups:
-        of_groups = superclass_confusion(confused, dataset.superclass_numbers())
-        by_group = pack(torch.from_numpy(of_groups.matrix(len(groups))).flatten())
+        of_groups = merge_superclasses(confused, dataset.number_superclasses())
+        by_group = pack_values(torch.from_numpy(of_groups.matrix(len(groups))).flatten())
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
         superclass_names=tuple(map(_short, groups)),
@@ -189,7 +191,7 @@ def prediction_details(
         mistakes=tuple(one for one in confused.mistakes(MISTAKES) if one[1] >= 0),
         matrix=matrix,
         bins=bins,
-        labels=pack(labels),
+        labels=pack_values(labels),
         chosen_c=chosen_c,
     )
 
@@ -331,8 +333,8 @@ def item_details(
         setting=setting,
         data_revision=dataset.revision,
         class_names=tuple(map(_short, dataset.class_names)),
-        right={metric: pack(own) for metric, own in (right or {}).items()},
-        values={metric: pack(own) for metric, own in (values or {}).items()},
+        right={metric: pack_values(own) for metric, own in (right or {}).items()},
+        values={metric: pack_values(own) for metric, own in (values or {}).items()},
     )
 
 

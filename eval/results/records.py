@@ -89,7 +89,7 @@ def json_lines(path: Path, notes: list[str], consequence: str) -> Iterator[dict[
         notes.append(f"{path.name}: {count} cut short or broken, and left out.")
 
 
-def finite(value: object) -> float | None:
+def parse_finite(value: object) -> float | None:
     """Return a finite number as a float, anything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -100,9 +100,9 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def whole(value: object) -> int | None:
+def parse_integer(value: object) -> int | None:
     """Return a number of at most 2⁵³ truncated to an integer, anything else as None."""
-    number = finite(value)
+    number = parse_finite(value)
     return None if number is None or abs(number) > _MAX_WHOLE else int(number)
 
 
@@ -238,7 +238,7 @@ class Packed:
         return torch.from_numpy(values.astype(np.int64) if self.kind == "uint32" else values.copy())
 
 
-def pack(values: Tensor) -> Packed:
+def pack_values(values: Tensor) -> Packed:
     """Pack (n,) values: booleans as bits, integers in [0, 2³² − 1], or floats as float32."""
     array = values.detach().cpu().numpy()
     kind: Kind = "bits" if array.dtype == np.bool_ else "float32" if array.dtype.kind == "f" else "uint32"

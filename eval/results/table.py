@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import ARCHITECTURES, QUICKGELU, architecture_gflops
-from eval.datasets.dataset import TEST, some
-from eval.results.records import finite, json_lines, whole
+from eval.datasets.dataset import TEST, list_some
+from eval.results.records import json_lines, parse_finite, parse_integer
 from eval.results.scores import PREFIX
 
 _FILE_HASH = "sha256:"
@@ -78,11 +78,11 @@ class Record:
 
     def text(self, key: str) -> str:
         """A text field of the line; "" if it is missing or of another type."""
-        return text_of(self.line, key)
+        return get_text(self.line, key)
 
     @property
     def scored_in_training(self) -> bool:
-        """Whether it was measured during the training, not by evaluating a checkpoint."""
+        """Whether it was measured during the training, not by evaluation_mode a checkpoint."""
         return "model_hash" not in self.line
 
     @property
@@ -107,7 +107,7 @@ class Record:
         """The number of elements of the embedding, 0 if unknown, and the setting without it."""
         if match := PREFIX.fullmatch(self.setting):
             return int(match[1]), match[2]
-        return whole(self.line.get("dim")) or 0, self.setting
+        return parse_integer(self.line.get("dim")) or 0, self.setting
 
     @property
     def data_revision(self) -> str:
@@ -220,7 +220,7 @@ class ResultTable:
     unread: tuple[str, ...] = ()
 
 
-def text_of(line: Mapping[str, Any], key: str) -> str:
+def get_text(line: Mapping[str, Any], key: str) -> str:
     """Return a text field of a line, cut to 300 characters; "" if it is missing or of another type."""
     value = line.get(key)
     return value[:_MAX_TEXT] if isinstance(value, str) else ""
@@ -252,8 +252,8 @@ def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterato
     skipped = 0
     folder = str(path.resolve().parent)
     for line in json_lines(path, notes, consequence):
-        value = finite(line.get("value"))
-        dataset, task, metric = (text_of(line, key) for key in ("dataset", "task", "metric"))
+        value = parse_finite(line.get("value"))
+        dataset, task, metric = (get_text(line, key) for key in ("dataset", "task", "metric"))
         if value is None or not (dataset and task and metric):
             skipped += 1
             continue
@@ -261,16 +261,16 @@ def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterato
             dataset=dataset,
             task=task,
             metric=metric,
-            split=text_of(line, "split") or TEST,
-            prompt_set=text_of(line, "prompt_set"),
-            setting=text_of(line, "setting"),
+            split=get_text(line, "split") or TEST,
+            prompt_set=get_text(line, "prompt_set"),
+            setting=get_text(line, "setting"),
             value=value,
-            n=whole(line.get("n")),
-            low=finite(line.get("low")),
-            high=finite(line.get("high")),
-            chance=finite(line.get("chance")),
-            step=whole(line.get("step")),
-            seconds=finite(line.get("seconds")),
+            n=parse_integer(line.get("n")),
+            low=parse_finite(line.get("low")),
+            high=parse_finite(line.get("high")),
+            chance=parse_finite(line.get("chance")),
+            step=parse_integer(line.get("step")),
+            seconds=parse_finite(line.get("seconds")),
             line=line,
             file=path,
             folder=folder,
@@ -321,7 +321,7 @@ def read_table(results: Sequence[Path]) -> ResultTable:
     notes += _note_equal_images(rows)
     if replaced:
         notes.append(
-            f"Replaced by later scores on different images with the same name: {some(list(replaced))}."
+            f"Replaced by later scores on different images with the same name: {list_some(list(replaced))}."
         )
     records_of = group_by(shown, itemgetter(0))
     models = _build_models(
@@ -387,7 +387,7 @@ def _note_equal_images(rows: Sequence[Record]) -> list[str]:
     nouns = {"train_overlap": "scored image", "equal_images": "image"}
     notes = []
     for key, problem in problems.items():
-        counts = {row.dataset: whole(row.line[key]) for row in rows if key in row.line}
+        counts = {row.dataset: parse_integer(row.line[key]) for row in rows if key in row.line}
         for dataset, count in counts.items():
             if count:
                 notes.append(f"{dataset}: {problem.format(counted(count, nouns[key]))}")
@@ -412,7 +412,7 @@ def _note_different_data(rows: Sequence[Record]) -> list[str]:
             names.append(f"{dataset} ({'; '.join(texts)})")
         if names:
             notes.append(
-                f"Not all models were scored with the same {what} on {some(names)}: these scores are not "
+                f"Not all models were scored with the same {what} on {list_some(names)}: these scores are not "
                 "comparable."
             )
     return notes
@@ -427,7 +427,7 @@ def _list_differences(
         values = dict.fromkeys(filter(None, map(value_of, rows)))
         if len(values) > 1:
             texts = [value[:_REVISION] for value in values]
-            text = " and ".join(texts) if len(texts) < 4 else some(texts)
+            text = " and ".join(texts) if len(texts) < 4 else list_some(texts)
             differences.append((rows[0].dataset, f"{label} {text}"))
     return differences
 
@@ -460,7 +460,7 @@ def _build_models(
         while label in models:
             label += "′"
         architecture = records[-1].text("architecture")
-        gflops = _find_last(finite(record.line.get("gflops")) for record in records)
+        gflops = _find_last(parse_finite(record.line.get("gflops")) for record in records)
         built_in = architecture.removesuffix(QUICKGELU)
         if gflops is None and built_in in ARCHITECTURES:
             gflops = architecture_gflops(ARCHITECTURES[built_in])
@@ -488,7 +488,7 @@ def _build_models(
         if others:
             others = list(dict.fromkeys(others))
             verb = "has" if len(others) == 1 else "have"
-            notes.append(f"{some(others)} {verb} the same weights as {label}: they share one column.")
+            notes.append(f"{list_some(others)} {verb} the same weights as {label}: they share one column.")
     return tuple(models.values())
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset
     from eval.tasks.subject import Outcome, Subject
 
-__all__ = ["TASKS", "Options", "Task", "task_of"]
+__all__ = ["TASKS", "Options", "Task", "get_task"]
 
 _ESTIMATORS = ("ridge", "logistic")
 _POSITIVE = integers(1, MOST_BATCH)
@@ -126,7 +126,7 @@ class Options:
             if one not in _ESTIMATORS:
                 raise ConfigError(f"unknown estimator {one!r}: {nearest(one, _ESTIMATORS)}")
 
-    def text_of(self, task: str) -> str:
+    def describe_options(self, task: str) -> str:
         """Return the options that the scores of a task depend on, for its result lines."""
         names = [
             name for name in TASKS[task].depends_on if name not in ("dims", "examples") or getattr(self, name)
@@ -144,7 +144,7 @@ class Task:
         fits: what a dataset must have.
         texts: the method of the dataset that returns the texts to encode; "" if the task encodes none.
         metric: the primary metric of a dataset without a card.
-        by_prompts: whether ``--prompts`` has an effect.
+        uses_prompts: whether ``--prompts`` has an effect.
         learns: whether it needs the training split.
         makes_head: whether a model with a head of other classes gets a new one, so that it needs no texts.
         describes: whether the model must have a decoder of captions.
@@ -158,7 +158,7 @@ class Task:
     fits: Literal["labels", "captions", "choices"]
     texts: Literal["prompts", "caption_prompts", "all_captions", ""] = ""
     metric: str
-    by_prompts: bool = False
+    uses_prompts: bool = False
     learns: bool = False
     makes_head: bool = False
     describes: bool = False
@@ -167,9 +167,9 @@ class Task:
     other_options: tuple[str, ...] = ()
 
     @property
-    def in_languages(self) -> bool:
+    def scores_languages(self) -> bool:
         """Whether it is scored in each language of a dataset."""
-        return self.by_prompts and not self.learns
+        return self.uses_prompts and not self.learns
 
     @property
     def needs_text(self) -> bool:
@@ -177,7 +177,7 @@ class Task:
         return bool(self.texts) or self.describes
 
     @property
-    def of_prefixes(self) -> bool:
+    def scores_prefixes(self) -> bool:
         """Whether prefixes of the embedding have scores of their own."""
         return "dims" in self.depends_on
 
@@ -204,11 +204,13 @@ class Task:
         """Raise DataError if a dataset lacks what the task needs."""
         from eval.datasets import dataset as kinds
 
-        {"labels": kinds.labels_of, "captions": kinds.captions_of, "choices": kinds.choices_of}[self.fits](
-            dataset
-        )
+        {
+            "labels": kinds.require_labels,
+            "captions": kinds.require_captions,
+            "choices": kinds.require_choices,
+        }[self.fits](dataset)
 
-    def texts_of(self, dataset: "EvalDataset", classes: Sequence[str] = ()) -> Iterable[Sequence[str]]:
+    def select_texts(self, dataset: "EvalDataset", classes: Sequence[str] = ()) -> Iterable[Sequence[str]]:
         """Return the texts of a dataset that the task encodes, by class or by image.
 
         Args:
@@ -228,7 +230,7 @@ TASKS: Mapping[str, Task] = {
         fits="labels",
         texts="prompts",
         metric="acc1",
-        by_prompts=True,
+        uses_prompts=True,
         depends_on=("dims",),
     ),
     "linear-probe": Task(
@@ -262,7 +264,7 @@ TASKS: Mapping[str, Task] = {
         fits="captions",
         texts="caption_prompts",
         metric="mean_R@1",
-        by_prompts=True,
+        uses_prompts=True,
         depends_on=("dims",),
     ),
     "captioning": Task(
@@ -278,7 +280,7 @@ TASKS: Mapping[str, Task] = {
         function="eval.tasks.captioning:likelihood",
         fits="labels",
         metric="acc1",
-        by_prompts=True,
+        uses_prompts=True,
         describes=True,
     ),
     "compositional": Task(
@@ -295,7 +297,7 @@ TASKS: Mapping[str, Task] = {
         fits="labels",
         texts="prompts",
         metric="acc1",
-        by_prompts=True,
+        uses_prompts=True,
         learns=True,
         makes_head=True,
         depends_on=("seed", "epochs", "rates", "fine_tune_batch", "image_size", "examples"),
@@ -304,7 +306,7 @@ TASKS: Mapping[str, Task] = {
 }
 
 
-def task_of(name: str) -> Task:
+def get_task(name: str) -> Task:
     """Return the entry of a task; ConfigError if there is none."""
     if name not in TASKS:
         raise ConfigError(f"unknown task {name!r}: {nearest(name, TASKS)}")

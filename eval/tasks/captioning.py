@@ -17,7 +17,7 @@ from torch import Tensor
 from clipkit import CLIP
 from clipkit.errors import DataError
 from clipkit.model import caption_likelihoods, eval_pixels, evaluation_mode, generate_captions
-from eval.datasets.dataset import captions_of
+from eval.datasets.dataset import require_captions
 from eval.features.encoder import Ranks
 from eval.metrics import METRICS, Descriptions, caption_tokens
 from eval.results.details import captioning_details
@@ -37,7 +37,7 @@ def captioning(subject: Subject, options: Options) -> Outcome:
         DataError: they are all the same, an image cannot be read, or the model's outputs are not finite.
     """
     dataset = subject.dataset
-    captions = captions_of(dataset)
+    captions = require_captions(dataset)
     generated, likelihoods = _describe(subject, captions, options.beams)
     found = Descriptions(
         generated=[caption_tokens(one) for one in generated],
@@ -121,7 +121,7 @@ def _over_images(subject: Subject, compute: Callable[[Sequence[int], Tensor], No
         try:
             return eval_pixels(dataset.images.read(number), model.preprocess)
         except DataError as error:
-            where = f"{dataset.where(number)}: {error}"
+            where = f"{dataset.describe_image(number)}: {error}"
             raise DataError(f"{where}; fix or remove it (images are never skipped)") from error
 
     failed: dict[int, str] = {}

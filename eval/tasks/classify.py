@@ -11,8 +11,8 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import find_indistinguishable_classes, number_texts
-from eval.datasets.dataset import EvalDataset, labels_of, some
-from eval.metrics import METRICS, Answers, metric_of
+from eval.datasets.dataset import EvalDataset, list_some, require_labels
+from eval.metrics import METRICS, Answers, get_metric
 from eval.results.details import zero_shot_details
 from eval.results.scores import Score
 from eval.tasks import Options
@@ -26,10 +26,10 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
         Unavailable: the dataset has no labels or class names.
         DataError: a metric does not apply to the dataset.
     """
-    multi_label, classes = labels_of(dataset).dim() == 2, len(dataset.class_names)
+    multi_label, classes = require_labels(dataset).dim() == 2, len(dataset.class_names)
     kind = "multi-label" if multi_label else "one-label"
     chosen = [
-        name for name in metrics if (own := metric_of(name)) and own.kind in ("one-label", "multi-label")
+        name for name in metrics if (own := get_metric(name)) and own.kind in ("one-label", "multi-label")
     ]
     if not chosen:
         return tuple(
@@ -41,7 +41,7 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
             and (not own.column or own.column in dataset.metadata)
         )
     for name in chosen:
-        own = metric_of(name)
+        own = get_metric(name)
         assert own is not None
         if own.kind != kind:
             labels, other = ("several labels", "one") if multi_label else ("one label", "several")
@@ -93,7 +93,7 @@ def report_classes(subject: Subject) -> None:
     named = [" = ".join(f"{dataset.class_names[i][:_SHOWN]!r} ({i})" for i in group) for group in groups]
     subject.warn(
         f"{int(affected.sum()):,} of {counted(len(dataset), 'image')} have a label that the model cannot tell from "
-        f"another, because all prompts of these classes have the same tokens: {some(named)}"
+        f"another, because all prompts of these classes have the same tokens: {list_some(named)}"
     )
 
 
@@ -134,7 +134,7 @@ def report_choices(subject: Subject) -> None:
 
 
 def _shown(texts: Sequence[str]) -> str:
-    return some([repr(text[:_SHOWN]) for text in texts])
+    return list_some([repr(text[:_SHOWN]) for text in texts])
 
 
 def zero_shot(subject: Subject, options: Options) -> Outcome:

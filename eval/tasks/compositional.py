@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.datasets.dataset import choices_of
-from eval.metrics import METRICS, Choices, jaccard_index, pairwise_correct, winoground
+from eval.datasets.dataset import require_choices
+from eval.metrics import METRICS, Choices, jaccard_index, pairwise_correct, score_winoground
 from eval.tasks import Options
 from eval.tasks.classify import report_choices
 from eval.tasks.subject import Outcome, Subject, metric_scores
@@ -31,7 +31,7 @@ _BLOCK = 16_384  # images whose similarities are computed at a time
 def compositional(subject: Subject, options: Options) -> Outcome:
     """Run the task ``compositional``; DataError if there are no choices, or items are not pairs of images."""
     report_choices(subject)
-    dataset = choices_of(subject.dataset)
+    dataset = require_choices(subject.dataset)
     if dataset.choices is None:
         found = _associations(subject)
     elif dataset.items is not None:
@@ -77,7 +77,7 @@ def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
         raise DataError(f"dataset {dataset.name}: its items are not two images with each other's captions")
     similarity = _similarities(subject, choices)[order].reshape(len(items), 2, 2)  # (I, image, own or other)
     pairs = torch.stack([similarity[:, 0], similarity[:, 1].flip(1)], dim=1)  # (I, image, caption)
-    return Choices(winoground=winoground(pairs))
+    return Choices(winoground=score_winoground(pairs))
 
 
 def _associations(subject: Subject) -> Choices:

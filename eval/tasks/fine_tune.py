@@ -44,7 +44,7 @@ from clipkit.model import (
 from clipkit.samples import decode_image
 from clipkit.samples.remote import cache_folder
 from data.shards.writer import DatasetWriter, Record
-from eval.datasets.dataset import TEST, EvalDataset, distinct_names, labels_of
+from eval.datasets.dataset import TEST, EvalDataset, make_distinct, require_labels
 from eval.features.encoder import Encoder, dtype_name
 from eval.metrics import Answers
 from eval.results.details import prediction_details
@@ -209,7 +209,7 @@ def _read(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
             image = dataset.images.read(number)
             decode_image(image)
         except DataError as error:
-            raise DataError(f"{dataset.where(number)}: {error}; repair or remove it") from error
+            raise DataError(f"{dataset.describe_image(number)}: {error}; repair or remove it") from error
         return image, label
 
     with ThreadPoolExecutor(4) as pool:
@@ -268,7 +268,7 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
 
 
 @contextmanager
-def only_one(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Wait until no other process trains in a folder; create it if it does not exist.
 
     Raises:
@@ -323,7 +323,7 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
     dataset, rates = subject.dataset, tuple(map(float, options.rates))
     metrics = fitting_metrics(dataset, subject.metrics)
     train = training_split(subject, "train", "fine-tuning", unseen="initialized only from their prompts")
-    if labels_of(train).ndim != 1:
+    if require_labels(train).ndim != 1:
         raise DataError(f"dataset {dataset.name} has several labels per image, but fine-tuning needs one")
     if len(rates) > 1 or (dataset.split != "val" and subject.split("val") is not None):
         try:
@@ -334,7 +334,7 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
     else:
         drawn = draw_examples(train, options.examples, options.seed) if options.examples else None
         learn, tune, tuned_on = _images(train, drawn), [], ""
-    names = distinct_names(dataset.class_names)
+    names = make_distinct(dataset.class_names)
     head = attach_class_head(subject.encoder.model, names, _first_rows(subject, names, options.seed))
     epochs, batch_size = options.epochs, options.fine_tune_batch
     try:
@@ -350,8 +350,8 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
         image_size=options.image_size,
         device=subject.device,
     )
-    metric = tuning_metric(metrics if subject.metrics else (), labels_of(dataset))
-    with only_one(folder):
+    metric = tuning_metric(metrics if subject.metrics else (), require_labels(dataset))
+    with lock_folder(folder):
         training.prepare(head, names, learn, tune)
         rate = rates[0] if len(rates) == 1 else _best(training, head, rates, metric, dataset.name)
         run = training.final(head, rate, f"fine-tuning on {dataset.name} at rate {rate:g}, for the test")
@@ -392,7 +392,7 @@ def _first_rows(subject: Subject, names: Sequence[str], seed: int) -> Tensor:
 
 
 def _images(dataset: EvalDataset, chosen: Tensor | None) -> list[LabelledImage]:
-    labels = labels_of(dataset).tolist()
+    labels = require_labels(dataset).tolist()
     numbers = range(len(labels)) if chosen is None else chosen.tolist()
     return [(dataset, number, labels[number]) for number in numbers]
 

@@ -24,7 +24,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import counted
 from clipkit.model import layer_count
 from clipkit.samples import MissingSplit
-from eval.datasets.dataset import EvalDataset, labels_of, some
+from eval.datasets.dataset import EvalDataset, list_some, require_labels
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
 from eval.results.details import prediction_details
 from eval.results.records import Details
@@ -75,15 +75,15 @@ def training_split(
                 "dataset %s: classes without training images, %s: %s",
                 dataset.name,
                 unseen,
-                some(empty),
+                list_some(empty),
             )
     return train
 
 
 def _labels_like(dataset: EvalDataset, other: EvalDataset) -> Tensor:
     """Return the labels of another split after checking that they mean the same."""
-    labels = labels_of(other)
-    if other.class_names != dataset.class_names or labels.ndim != labels_of(dataset).ndim:
+    labels = require_labels(other)
+    if other.class_names != dataset.class_names or labels.ndim != require_labels(dataset).ndim:
         raise DataError(
             f"dataset {dataset.name}: its {other.split} split has other classes than {dataset.split}"
         )
@@ -112,7 +112,7 @@ def learn_and_tune(
     Raises:
         DataError: the split ``val`` has other classes, or no class has an image to spare.
     """
-    dataset, labels = subject.dataset, labels_of(train)
+    dataset, labels = subject.dataset, require_labels(train)
     if examples:
         drawn = draw_examples(train, examples, seed)
         if len(drawn) < CARVED:
@@ -125,7 +125,7 @@ def learn_and_tune(
     if val is not None:
         _labels_like(dataset, val)
         return (train, None), (val, None), "val"
-    learn, tune = carve(labels, revision=train.revision, seed=seed)
+    learn, tune = carve_validation(labels, revision=train.revision, seed=seed)
     if not len(tune):
         raise NothingToTuneOn(
             f"dataset {train.name} has no val split, and no class of {train.split} can spare an image for one"
@@ -136,7 +136,7 @@ def learn_and_tune(
             _log.warning(
                 "dataset %s: classes with one image, which is learned from and not tuned on: %s",
                 train.name,
-                some([repr(train.class_names[i]) for i in alone]),
+                list_some([repr(train.class_names[i]) for i in alone]),
             )
     return (train, learn), (train, tune), "a fifth of train"
 
@@ -146,10 +146,10 @@ def draw_examples(train: EvalDataset, examples: int, seed: int) -> Tensor:
 
     A smaller number of examples gives a subset.
     """
-    return _shuffled(torch.arange(len(labels_of(train))), f"{train.revision} {seed} examples")[:examples]
+    return _shuffled(torch.arange(len(require_labels(train))), f"{train.revision} {seed} examples")[:examples]
 
 
-def carve(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
+def carve_validation(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
     """Split a training set into four fifths to learn from and one fifth to tune on.
 
     Each class gives a fifth of its images, at least one unless it has a single image. With several labels per
@@ -203,7 +203,7 @@ _COMPARED = 1e-3  # tolerance of the fits that are compared
 _BLOCK = 1 << 14  # rows at a time, when C is chosen
 
 
-def penalty_of(step: int) -> float:
+def get_penalty(step: int) -> float:
     """Return λ of a step of 0 … 96: 1e-6 … 1e6."""
     return float(10 ** (step / 8 - 6))
 
@@ -242,7 +242,7 @@ class LinearSweep:
     unconverged: tuple[float, ...]
 
 
-def sweep(
+def sweep_penalties(
     train: Rows,
     train_labels: Tensor,
     val: Rows,
@@ -276,14 +276,14 @@ def sweep(
     def value_at(step: int) -> float:
         nearest = min(fits, key=lambda other: (abs(other - step), other), default=None)
         start = None if nearest is None else fits[nearest]
-        fit = fits[step] = problem.fit(1 / penalty_of(step), start=start, tolerance=_COMPARED)
+        fit = fits[step] = problem.fit(1 / get_penalty(step), start=start, tolerance=_COMPARED)
         tried[fit.C] = _value(metric, val, val_labels, fit.classifier(), device)
         return tried[fit.C]
 
     step = halving_search(value_at)
     if refit:
         problem = LogisticProblem(train + val, torch.cat([train_labels, val_labels]), classes, device=device)
-    fit = problem.fit(1 / penalty_of(step), start=fits[step])
+    fit = problem.fit(1 / get_penalty(step), start=fits[step])
     unconverged = tuple(one.C for one in fits.values() if not one.converged)
     return LinearSweep(fit=fit, tried=tried, unconverged=unconverged)
 
@@ -373,11 +373,11 @@ def _probe(subject: Subject, layer: int | None, seed: int, examples: int) -> Lin
     def part(chosen: Chosen) -> tuple[Rows, Tensor]:
         split, numbers = chosen
         features: Part = (subject.images(split.split, layer=layer).before_projection, numbers)
-        return Rows(features), labels_of(split) if numbers is None else labels_of(split)[numbers]
+        return Rows(features), require_labels(split) if numbers is None else require_labels(split)[numbers]
 
-    metric = tuning_metric(metrics if subject.metrics else (), labels_of(train))
+    metric = tuning_metric(metrics if subject.metrics else (), require_labels(train))
     try:
-        found = sweep(
+        found = sweep_penalties(
             *part(learn), *part(tune), len(dataset.class_names), metric=metric, device=subject.device
         )
     except DataError as error:
@@ -436,7 +436,7 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
     """
     dataset = subject.dataset
     train = training_split(subject, "train", "few-shot classification")
-    labels, classes = labels_of(train), len(dataset.class_names)
+    labels, classes = require_labels(train), len(dataset.class_names)
     _one_label(dataset, labels, "few-shot classification")
     features = subject.images("train").before_projection
     tested = _with_ones(subject.images().before_projection)
@@ -493,11 +493,11 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
 def _tuned_on_val(subject: Subject, features: Tensor, labels: Tensor) -> Tensor:
     val = training_split(subject, "val", "the choice of C")
     named = fitting_metrics(subject.dataset, subject.metrics) if subject.metrics else ()
-    found = sweep(
+    found = sweep_penalties(
         Rows(features),
         labels,
         Rows(subject.images("val").before_projection),
-        labels_of(val),
+        require_labels(val),
         len(subject.dataset.class_names),
         metric=tuning_metric(named, labels),
         device=subject.device,
@@ -642,7 +642,7 @@ def nearest_neighbours(
     return Neighbours(similarity=similarity, index=index)
 
 
-def votes(
+def count_votes(
     neighbours: Neighbours, labels: Tensor, classes: int, k: int, *, temperature: float | None = TEMPERATURE
 ) -> Tensor:
     """Return each class's fraction of the votes, (Q, C) float32.
@@ -681,7 +681,7 @@ def knn(subject: Subject, options: Options) -> Outcome:
     dataset = subject.dataset
     metrics = _without_probabilities(fitting_metrics(dataset, subject.metrics))
     train = training_split(subject, "train", "nearest-neighbor classification")
-    labels, classes = labels_of(train), len(dataset.class_names)
+    labels, classes = require_labels(train), len(dataset.class_names)
     _one_label(dataset, labels, "nearest-neighbor classification")
     n = len(labels)
     possible = _possible(subject, options.neighbours, n, " neighbors", f"there are {counted(n, 'image')}")
@@ -692,7 +692,7 @@ def knn(subject: Subject, options: Options) -> Outcome:
     scores: list[Score] = []
     for k in possible:
         for setting, temperature in ((f"k={k}", TEMPERATURE), (f"k={k} plain", None)):
-            fractions = votes(found, labels, classes, k, temperature=temperature)
+            fractions = count_votes(found, labels, classes, k, temperature=temperature)
             answers = Answers(dataset, fractions, identity, 1.0, subject.device)
             scores += classification_scores(answers, task="knn", metrics=metrics, setting=setting)
     return Outcome(scores=scores)

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 
 import torch
 
-from eval.datasets.dataset import captions_of
+from eval.datasets.dataset import require_captions
 from eval.metrics import DIRECTIONS, METRICS, Direction, match_ranks
 from eval.results.details import retrieval_details
 from eval.tasks import Options
@@ -33,7 +33,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     """
     report_captions(subject)
     dataset = subject.dataset
-    captions = captions_of(dataset)
+    captions = require_captions(dataset)
     copies = Counter(caption for own in captions for caption in own)
     number = {text: i for i, text in enumerate(copies)}
     text_counts = torch.tensor(list(copies.values()))  # (T,)
@@ -88,7 +88,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
 
 def _count_equal_images(subject: Subject) -> int:
     """Count the images whose files are also those of images with other captions, and log a warning."""
-    captions = captions_of(subject.dataset)
+    captions = require_captions(subject.dataset)
     images = Counter[bytes]()
     texts = defaultdict[bytes, set[tuple[str, ...]]](set)
     for digest, own in zip(subject.images().digests(), captions, strict=False):  # features may have none

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from clipkit.samples import MissingSplit
-from eval.datasets.dataset import EvalDataset, by_class_names
+from eval.datasets.dataset import EvalDataset, prompt_with_bare_names
 from eval.features.encoder import Encoder, ImageFeatures
-from eval.metrics import Metric, metric_of
+from eval.metrics import Metric, get_metric
 from eval.results.records import Details
 from eval.results.scores import Score
 
@@ -53,7 +53,7 @@ def metric_scores(
     """
     scores = []
     for name in names:
-        metric = cast(Metric[object] | None, metric_of(name))
+        metric = cast(Metric[object] | None, get_metric(name))
         assert metric is not None, name
         found = metric.function(inputs)
         if found is not None:
@@ -101,7 +101,7 @@ class Subject:
         self.overlap: dict[str, int] = {}  # by split: number of identical files
 
     def _as_read(self, dataset: EvalDataset) -> EvalDataset:
-        return by_class_names(dataset) if self._by_names else dataset
+        return prompt_with_bare_names(dataset) if self._by_names else dataset
 
     @property
     def device(self) -> torch.device:
@@ -146,15 +146,15 @@ class Subject:
         columns = {"projected": torch.empty(len(dataset), 0), "before_projection": layers[layer]}
         return ImageFeatures(columns.__getitem__)
 
-    def of_prefix(self, dim: int) -> "Subject":
+    def select_prefix(self, dim: int) -> "Subject":
         """Return the subject with the first ``dim`` elements of each feature; nothing is encoded again."""
         one = copy(self)
-        one.encoder, one._images = self.encoder.of_prefix(dim), {}
+        one.encoder, one._images = self.encoder.select_prefix(dim), {}
         return one
 
-    def in_language(self, name: str) -> "Subject":
+    def select_language(self, name: str) -> "Subject":
         """Return the subject with the texts of one language; images are encoded once for all languages."""
-        dataset, rows = self.dataset.in_language(name)
+        dataset, rows = self.dataset.select_language(name)
         one, images = copy(self), self.images()
         one.dataset = self._as_read(dataset)
         one._splits = {dataset.split: one.dataset}

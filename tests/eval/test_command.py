@@ -122,7 +122,7 @@ def test_open_clip_training_folder_is_scored(
 def test_unwritable_out_fails_before_scoring(
     run: Path, write_dataset: WriteDataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eval.commands.run_model", lambda *_, **__: pytest.fail("it was scored"))
+    monkeypatch.setattr("eval.run.run_model", lambda *_, **__: pytest.fail("it was scored"))
     (tmp_path / "file").write_text("")
     data = write_dataset()
     for out, cause in ((tmp_path / "file" / "x.jsonl", "Not a directory"), (tmp_path, "Is a directory")):

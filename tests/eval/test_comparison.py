@@ -19,7 +19,7 @@ from eval.metrics.intervals import mcnemar
 from eval.metrics.ranking import roc_auc
 from eval.report.terminal import comparison_table
 from eval.results.details import item_details, prediction_details
-from eval.results.records import pack, write_details
+from eval.results.records import pack_values, write_details
 
 N, C = 400, 5
 LABELS = torch.arange(N) ** 2 % C  # classes of different sizes
@@ -134,7 +134,7 @@ def test_items_in_another_order_are_rejected(results: Path) -> None:
     add(results, "small", "digits", guesses(0.6, 1))
     add(results, "large", "digits", guesses(0.8, 2), details=False)
     details = prediction_details(dataset("digits"), guesses(0.8, 2), task="zero-shot")
-    moved = {**vars(details), "labels": pack(LABELS.flip(0))}
+    moved = {**vars(details), "labels": pack_values(LABELS.flip(0))}
     write_details(results, type(details)(**moved), weights="sha256:large000000")
     assert "differ in order" in compare([results], "small", "large").refused[0]
 
@@ -166,7 +166,7 @@ def test_roc_auc_and_mean_rank_are_compared(results: Path) -> None:
             dataset("memes"), task="zero-shot", n=N, values={"roc_auc": scores, "mean_rank": noise[i]}
         )
         write_details(
-            results, type(found)(**{**vars(found), "labels": pack(labels)}), weights=f"sha256:{model}"
+            results, type(found)(**{**vars(found), "labels": pack_values(labels)}), weights=f"sha256:{model}"
         )
         for metric, value in (
             ("roc_auc", roc_auc(scores, labels).value),

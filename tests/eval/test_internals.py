@@ -17,7 +17,7 @@ from clipkit.model.clip import CLIP, create
 from clipkit.model.names import create_architecture
 from clipkit.model.towers import Padded
 from eval.__main__ import main
-from eval.internals import analyze, attention_distances, compare_layers, hsic, layers_of, rollout
+from eval.internals import analyze_tower, attention_distances, compare_layers, find_layers, hsic, roll_out
 from tests.eval.web_page import Page
 
 
@@ -88,7 +88,7 @@ def test_layer_similarity_equals_definition_with_sums_over_batches(
 
 def test_filters_and_positions_equal_numpy() -> None:
     model = create("ViT-Ti-4-16", seed=0).eval()
-    inside = analyze(model, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
+    inside = analyze_tower(model, torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     assert inside.filters is not None and inside.positions is not None
     weight = model.visual.get_parameter("conv1.weight").detach().flatten(1).numpy()
     wanted = np.linalg.svd(weight)[2][:28]
@@ -117,7 +117,7 @@ def test_attention_distances_and_rollouts_equal_loops() -> None:
             total = (one[image].mean(dim=0).numpy() + np.eye(10)) / 2 @ total
         row = total[0, 1:] - total[0, 1:].min()
         np.testing.assert_allclose(
-            rollout(maps)[image].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
+            roll_out(maps)[image].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
         )
 
 
@@ -131,7 +131,7 @@ def test_rollout_of_pooled_patches_does_not_read_the_class_token(pool: str) -> N
     row = total[1:, 1:].mean(axis=0)
     row -= row.min()
     np.testing.assert_allclose(
-        rollout(maps, class_token=False)[1].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
+        roll_out(maps, class_token=False)[1].flatten().numpy(), row / row.max(), rtol=1e-4, atol=1e-6
     )
     shape = create_architecture("ViT-Ti-4-16")
     assert shape.vision.plain is not None
@@ -140,9 +140,9 @@ def test_rollout_of_pooled_patches_does_not_read_the_class_token(pool: str) -> N
     own: list[torch.Tensor] = []
     with torch.no_grad(), attention_maps(model, lambda _, weights: own.append(weights)):
         encode_all_tokens(model, images)
-    rollouts = analyze(model, images).rollouts
+    rollouts = analyze_tower(model, images).rollouts
     assert rollouts is not None
-    torch.testing.assert_close(rollouts, rollout(own, class_token=False))
+    torch.testing.assert_close(rollouts, roll_out(own, class_token=False))
 
 
 def test_model_equals_itself_over_several_batches() -> None:
@@ -151,7 +151,7 @@ def test_model_equals_itself_over_several_batches() -> None:
     like = compare_layers(model, model, images, images)
     torch.testing.assert_close(like.diagonal(), torch.ones(3))
     torch.testing.assert_close(like, like.T)
-    inside = analyze(model, images)
+    inside = analyze_tower(model, images)
     assert inside.distances is not None and inside.distances.shape == (3, 3)
     assert (inside.distances > 0).all() and (inside.distances < 16 * 2**0.5).all()
     assert inside.positions is not None
@@ -179,7 +179,7 @@ def test_page_of_two_models_shows_available_parts(kind: str, tmp_path: Path) -> 
     page = Page(text)
     assert f"{tmp_path}/&lt;b&gt;" in text
     assert all((values["src"] or "").startswith("data:") for tag, values in page.tags if tag == "img")
-    heads = {"own": 4 * 3, "resnet": 0, "timm": len(layers_of(second)) * 2}[kind]
+    heads = {"own": 4 * 3, "resnet": 0, "timm": len(find_layers(second)) * 2}[kind]
     assert text.count('title="layer ') == 3 * 3 + heads
     assert text.count('alt="heat of') == (12 if kind == "resnet" else 24)
     assert "similarity of the layers of both models" in text

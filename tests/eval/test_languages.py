@@ -16,7 +16,7 @@ from eval import Encoder, EvalDataset, open_dataset, read_results
 from eval.datasets.card import parse_card
 from eval.datasets.targets import find_targets, select_languages
 from eval.features.encoder import ImageFeatures
-from eval.run import Scored, run_model
+from eval.run import Results, run_model
 from tests.eval.conftest import CLASSES, png
 
 WriteDataset = Callable[..., Path]
@@ -65,9 +65,9 @@ def xtd(tmp_path: Path) -> Path:
     return folder
 
 
-def scored(model: CLIP, target: object, out: Path, *tasks: str, skip: bool = False) -> Scored:
-    found = Scored()
-    run_model(model, [target], out=out, tasks=tasks, skip_existing=skip, scored=found)  # type: ignore[list-item]
+def scored(model: CLIP, target: object, out: Path, *tasks: str, skip: bool = False) -> Results:
+    found = Results()
+    run_model(model, [target], out=out, tasks=tasks, skip_existing=skip, results=found)  # type: ignore[list-item]
     return found
 
 
@@ -83,7 +83,7 @@ def test_retrieval_scores_per_language_and_mean(model: CLIP, xm: Path, tmp_path:
     (target,) = find_targets([str(xm)])
     found = scored(model, target, tmp_path / "r.jsonl")
     values = {(one.setting, one.metric): one for one in found.scores}
-    assert not found.trouble and {setting for setting, _ in values} == {"de", "th", "mean of de, th"}
+    assert not found.errors and {setting for setting, _ in values} == {"de", "th", "mean of de, th"}
 
     contents = [png(number) for number in range(IMAGES)]
     own = torch.arange(IMAGES)
@@ -106,7 +106,7 @@ def test_retrieval_scores_per_language_and_mean(model: CLIP, xm: Path, tmp_path:
     assert {line["language"] for line in lines} == {"de", "th", "de,th"}
     assert len({line["captions"] for line in lines if line["setting"] in ("de", "th")}) == 2
     again = scored(model, target, tmp_path / "r.jsonl", skip=True)
-    assert again.found == len(lines) and not again.scores
+    assert again.existing == len(lines) and not again.scores
     one = scored(model, select_languages(target, ["th"]), tmp_path / "one.jsonl", skip=True)
     assert {score.setting for score in one.scores} == {"th"}
 

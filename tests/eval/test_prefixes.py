@@ -15,7 +15,7 @@ from eval.__main__ import main
 from eval.features.encoder import ONE_RANK, Encoder
 from eval.report import build_report
 from eval.report.comparison_page import build_comparison
-from eval.run import Scorer
+from eval.scorer import Scorer
 from tests.eval.conftest import WriteDataset
 
 
@@ -63,8 +63,8 @@ def test_prefix_scores_during_training_equal_models_of_that_dimension(
 
 def test_images_and_texts_are_encoded_once(model: CLIP, write_dataset: WriteDataset) -> None:
     dataset, encoder = open_dataset(write_dataset()), Encoder(model)
-    whole, short = encoder.images(dataset).projected, encoder.of_prefix(5).images(dataset).projected
-    text = encoder.of_prefix(5).texts(["a", "b"])
+    whole, short = encoder.images(dataset).projected, encoder.select_prefix(5).images(dataset).projected
+    text = encoder.select_prefix(5).texts(["a", "b"])
     assert short.shape == (len(dataset), 5) and text.shape == (2, 5)
     assert encoder.texts(["b", "a"]).shape == (2, model.dim) and whole.shape == (len(dataset), model.dim)
     assert encoder.encoded == {"images": len({*map(dataset.images.read, range(len(dataset)))}), "texts": 2}

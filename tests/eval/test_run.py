@@ -326,7 +326,7 @@ def test_folder_named_like_suite_dataset_is_rejected_with_the_suite(
     mine = write_dataset("digits")
     arguments = ["--model", str(run), "--out", str(tmp_path / "r.jsonl")]
     with monkeypatch.context() as patch:  # only the fastest dataset of the suite
-        patch.setattr("eval.commands.find_suites", lambda *_, **__: (find_targets(["digits"]), []))
+        patch.setattr("eval.run.open_suites", lambda *_, **__: (find_targets(["digits"]), []))
         with pytest.raises(
             DataError, match=r"two datasets would both be named digits \(yours and the suite's"
         ):

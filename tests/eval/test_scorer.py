@@ -11,7 +11,7 @@ from clipkit.config import Config
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import EvalDataset, open_dataset, weights_id
 from eval.features.encoder import ONE_RANK
-from eval.run import Scorer
+from eval.scorer import Scorer
 
 
 def scorer_of(

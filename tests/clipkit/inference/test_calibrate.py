@@ -18,7 +18,7 @@ from clipkit.formats.checkpoint import save_model
 from clipkit.inference import calibrate as calibration
 from clipkit.inference.calibrate import Calibration, calibrate, read_calibration
 from eval.metrics.classes import expected_calibration_error
-from eval.metrics.intervals import proportion
+from eval.metrics.intervals import estimate_proportion
 
 
 def made(
@@ -91,7 +91,7 @@ def test_error_and_interval_equal_those_of_eval(seed: int, count: int) -> None:
     assert calibration._ece(probabilities, targets) == pytest.approx(error, abs=1e-6)
     hits = int(right.sum())
     assert calibration.wilson_interval(hits, count) == pytest.approx(
-        (proportion(hits, count).low, proportion(hits, count).high), abs=1e-9
+        (estimate_proportion(hits, count).low, estimate_proportion(hits, count).high), abs=1e-9
     )
 
 

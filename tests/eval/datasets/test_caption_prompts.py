@@ -17,14 +17,15 @@ from clipkit.errors import ConfigError
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
-from eval.compare import compare, expected_of, find_known
+from eval.compare import compare
 from eval.datasets import load_card
-from eval.datasets.catalog import card_lines, published_scores
+from eval.datasets.catalog import describe_card, published_scores
 from eval.datasets.targets import find_targets
 from eval.report import as_csv
 from eval.report.tables import score_table
 from eval.results.records import read_details
 from eval.results.table import read_table
+from eval.verify import list_expected, open_expected
 from tests.eval.made_up_results import line, write
 
 WriteDataset = Callable[..., Path]
@@ -169,9 +170,9 @@ def test_expected_scores_belong_to_their_caption_prompts(folder: Path) -> None:
         )
     )
     (folder / "card.toml").write_text(CARD + known)
-    found = find_known([str(folder)], "m", root=None)
+    found = open_expected([str(folder)], "m", root=None)
     told = [
-        (one.dataset.caption_prompt_set, [each.value for each in expected_of(one, "m")])
+        (one.dataset.caption_prompt_set, [each.value for each in list_expected(one, "m")])
         for one in found.targets
     ]
     assert told == [("openai", [0.1, 0.3]), ("", [0.2])]
@@ -218,13 +219,13 @@ def test_new_card_explains_caption_prompts(folder: Path, write_dataset: WriteDat
         (own / "card.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE))
         (target,) = find_targets([str(own)], prompts="NAME")
         assert target.dataset.caption_template == ("a photo of {c}" if asked else "{c}")
-        assert [one.value for one in expected_of(find_targets([str(own)])[0], "MODEL")] == [0.5]
+        assert [one.value for one in list_expected(find_targets([str(own)])[0], "MODEL")] == [0.5]
 
 
 def test_cards_have_caption_prompt_of_the_paper() -> None:
     for name in ("flickr30k", "mscoco_captions", "flickr8k"):
         assert load_card(name).caption_prompts == {"openai": "a photo of {c}"}
-        (told,) = (one.split(None, 1)[1] for one in card_lines(name) if one.split()[0] == "prompts")
+        (told,) = (one.split(None, 1)[1] for one in describe_card(name) if one.split()[0] == "prompts")
         assert told == "openai (of captions: 'a photo of {c}')"
         of_paper = [one for one in load_card(name).published if one.source.startswith("CLIP paper")]
         assert {one.prompts for one in of_paper} == ({"openai"} if of_paper else set())

@@ -24,8 +24,8 @@ from eval.datasets import (
     read_card,
     suite_names,
 )
-from eval.datasets.card import MetricKind, loose_form
-from eval.datasets.catalog import card_lines, cards_in_no_suite
+from eval.datasets.card import MetricKind, simplify_key
+from eval.datasets.catalog import cards_in_no_suite, describe_card
 from eval.datasets.new import card_toml
 from eval.metrics import METRICS
 from eval.readers.torchvision import TORCHVISION_SETS
@@ -122,10 +122,10 @@ def test_every_card_loads_and_has_required_fields() -> None:
         assert card.home or name in BUILTIN
         if card.sources.torchvision:
             splits = TORCHVISION_SETS[card.sources.torchvision.name]
-            assert {card.sources.torchvision.split(split) for split in card.splits} <= set(splits)
+            assert {card.sources.torchvision.splits.get(split, split) for split in card.splits} <= set(splits)
         assert not card.stand_in or load_card(card.stand_in).metric == card.metric
         assert card.splits.get("test") or card.captions or card.items or name == "ytbb_robust"
-        assert card_lines(name)[0] == f"{name}: {card.title}" and "\n" not in "".join(card_lines(name))
+        assert describe_card(name)[0] == f"{name}: {card.title}" and "\n" not in "".join(describe_card(name))
     unscored = {name for name in card_names() if not load_card(name).tasks}
     assert unscored == {"fairface", "utkface"} < {*cards_in_no_suite()}
 
@@ -148,16 +148,16 @@ def test_cards_accept_every_metric_that_the_tasks_compute() -> None:
         for multi_label in (True, False)
         for one in MetricKind(
             multilabel=multi_label, superclasses=True, columns=("texture", "anchor")
-        ).fitting(["zero-shot"])
+        ).list_metrics(["zero-shot"])
         if one in METRICS
     }
     assert of_classes == {
         name for name, metric in METRICS.items() if metric.kind in ("one-label", "multi-label")
     }
-    assert "ece" not in MetricKind().fitting(["zero-shot"], primary=True)
-    assert "ece" not in MetricKind().fitting(["knn"])  # votes are not probabilities
-    assert "superclass_acc1" not in MetricKind().fitting(["zero-shot"])
-    assert "shape_bias" not in MetricKind(columns=("region",)).fitting(["zero-shot"])
+    assert "ece" not in MetricKind().list_metrics(["zero-shot"], primary=True)
+    assert "ece" not in MetricKind().list_metrics(["knn"])  # votes are not probabilities
+    assert "superclass_acc1" not in MetricKind().list_metrics(["zero-shot"])
+    assert "shape_bias" not in MetricKind(columns=("region",)).list_metrics(["zero-shot"])
 
 
 def test_suites_have_expected_members() -> None:
@@ -247,7 +247,7 @@ def test_names_follow_keys_in_any_order(name: str, seed: int, written: Callable[
     shuffled = [written(card.keys[number]) for number in order]
     bound = card.prompts("openai", shuffled)
     assert bound.class_names == tuple(usual.class_names[number] for number in order)
-    assert card.class_order(shuffled) == tuple(order)
+    assert card.match_classes(shuffled) == tuple(order)
     # names are accepted as keys too, as in a published classnames.txt
     assert card.prompts("openai", [chosen.choice(usual.class_names[number]) for number in order]) == bound
 
@@ -257,14 +257,14 @@ def test_published_lists_out_of_order_bind_to_labels() -> None:
     voc = load_card("voc2007")
     late = ("sofa", "diningtable", "pottedplant", "train", "tvmonitor")
     published = [*(key for key in voc.keys if key not in late), *late]
-    assert voc.class_order(published)[14:] == (16, 17, 10, 15, 18, 19)
+    assert voc.match_classes(published)[14:] == (16, 17, 10, 15, 18, 19)
     assert voc.prompts("openai", published).class_names[15:17] == (("sofa",), ("diningtable",))
     pets = load_card("pets")
     assert pets.keys == tuple(sorted(pets.keys, key=str.lower))  # breeds, not cats first
     torchvisions = [" ".join(word.title() for word in key.split()) for key in pets.keys]
     names = pets.prompts("openai", torchvisions).class_names
     assert (names[0], names[1]) == (("Abyssinian",), ("american bulldog",))
-    assert pets.superclass_of(torchvisions)[:6] == ("cats", "dogs", "dogs", "dogs", "dogs", "cats")
+    assert pets.list_superclasses(torchvisions)[:6] == ("cats", "dogs", "dogs", "dogs", "dogs", "cats")
     eurosat = load_card("eurosat-vtab")
     folders = ["River", "SeaLake", "AnnualCrop", "Forest", "HerbaceousVegetation", "Highway", "Industrial",
                "Pasture", "PermanentCrop", "Residential"]  # fmt: skip
@@ -318,13 +318,13 @@ def test_names_and_templates_of_imagenet_equal_open_clip() -> None:
     by_number = load_card("imagenetv2").prompts("openai", as_text).class_names
     assert by_number == tuple((names[int(number)],) for number in as_text)
     for name in ("imagenet-a", "imagenet-o", "imagenet-r"):
-        some = load_card(name)
-        by_folder = some.prompts("openai", some.keys)
-        assert [names[card.keys.index(key)] for key in some.keys] == [
+        folder_card = load_card(name)
+        by_folder = folder_card.prompts("openai", folder_card.keys)
+        assert [names[card.keys.index(key)] for key in folder_card.keys] == [
             name for (name,) in by_folder.class_names
         ]
         lines = [name for (name,) in by_folder.class_names]
-        assert some.prompts("openai", lines) == by_folder
+        assert folder_card.prompts("openai", lines) == by_folder
 
 
 @OPEN_CLIP
@@ -376,10 +376,10 @@ def test_card_without_keys_uses_keys_of_the_dataset() -> None:
 
 @given(st.text(max_size=12))
 def test_keys_are_compared_by_letters_and_digits(text: str) -> None:
-    form = loose_form(text)
-    assert loose_form(form) == form
-    assert loose_form(f"_{text}-") == form
-    assert loose_form(text.upper()) == loose_form(text.upper().lower())
+    form = simplify_key(text)
+    assert simplify_key(form) == form
+    assert simplify_key(f"_{text}-") == form
+    assert simplify_key(text.upper()) == simplify_key(text.upper().lower())
 
 
 GOOD = """
@@ -525,12 +525,12 @@ def test_classes_of_torchvision_bind_to_keys() -> None:
     from torchvision.datasets import MNIST, Flowers102
 
     flowers, mnist = load_card("flowers"), load_card("mnist")
-    assert flowers.class_order(Flowers102.classes) == tuple(range(102))
-    assert mnist.class_order(MNIST.classes) == tuple(range(10))
+    assert flowers.match_classes(Flowers102.classes) == tuple(range(102))
+    assert mnist.match_classes(MNIST.classes) == tuple(range(10))
     assert load_card("gtsrb").prompts("openai", ()).class_names[14] == ("stop",)  # classes are only numbered
     with pytest.raises(DataError, match="unknown class '0'"):
         load_card("stl10").prompts("openai", ())
-    assert load_card("gtsrb").class_order([f"{number:05d}" for number in range(43)]) == tuple(range(43))
+    assert load_card("gtsrb").match_classes([f"{number:05d}" for number in range(43)]) == tuple(range(43))
 
 
 def test_incomplete_dataset_is_rejected() -> None:

@@ -102,7 +102,7 @@ def test_plain_shards_skip_samples_without_captions(
     assert [record.getMessage() for record in caplog.records] == [told]
     assert (len(dataset), dataset.tasks, dataset.captions) == (3, ("retrieval",), (("a",), ("b",), ("c",)))
     assert [dataset.images.locate(number)[1] for number in range(3)] == ["s0000000", "s0000002", "s0000004"]
-    assert "image s0000002 of" in dataset.where(1)
+    assert "image s0000002 of" in dataset.describe_image(1)
     assert isinstance(dataset.images, SampleImages)
     samples = dataset.images.samples
     assert [dataset.images.read(number) for number in range(3)] == [samples.read(i, "") for i in (0, 2, 4)]
@@ -151,7 +151,7 @@ def test_folder_of_images_by_class_is_read(tmp_path: Path) -> None:
     assert dataset.class_names == ("dog", "tabby cat")
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 1, 1]
     assert dataset.templates == DEFAULT_TEMPLATES
-    assert dataset.where(2) == f"dataset pets: image tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
+    assert dataset.describe_image(2) == f"dataset pets: image tabby_cat/sub/2.JPEG of {tmp_path / 'pets'}"
     assert dataset.images.read(1) == image_file()
     revision = dataset.revision
     (tmp_path / "pets" / "dog" / "6.jpg").write_bytes(image_file())

@@ -10,9 +10,9 @@ import pytest
 
 from clipkit.errors import ConfigError, DataError, Unavailable
 from clipkit.samples.remote.transfer import PATIENCE
-from eval.compare import find_known, known_tasks, nothing_checked
 from eval.datasets.new import new_card
-from eval.datasets.targets import find_named, find_suites, find_targets
+from eval.datasets.targets import find_targets, open_available, open_suites
+from eval.verify import explain_no_checks, list_expected_tasks, open_expected
 
 WriteDataset = Callable[..., Path]
 KNOWN = "open_clip:ViT-B-32/openai"
@@ -25,23 +25,23 @@ def test_unreachable_root_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> N
     with socket.socket() as closed:  # bound, not listening: connections are refused
         closed.bind(("127.0.0.1", 0))
         root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"
-        targets, trouble = find_suites(["vtab19"], root=root)
-        known = find_known([], KNOWN, root=root)
+        targets, trouble = open_suites(["vtab19"], root=root)
+        known = open_expected([], KNOWN, root=root)
     assert str(trouble[0]).startswith(f"{root}: the connection failed (Connection refused)")
     assert str(trouble[0]).endswith("19 datasets not available: caltech101, cifar100, dtd and 16 more")
-    assert (len(trouble), len(known.trouble), targets + known.targets) == (1, 1, [])
+    assert (len(trouble), len(known.errors), targets + known.targets) == (1, 1, [])
 
 
 def test_missing_datasets_are_reported_in_one_line_each(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     with pytest.raises(ConfigError, match=r"--data-root .*none: no such folder$"):
-        find_suites(["clip27"], root=tmp_path / "none")
-    known = find_known([], KNOWN, root=tmp_path)
-    lines = list(map(str, known.trouble))
-    assert known.datasets == len(lines) > 20 and all(isinstance(one, Unavailable) for one in known.trouble)
+        open_suites(["clip27"], root=tmp_path / "none")
+    known = open_expected([], KNOWN, root=tmp_path)
+    lines = list(map(str, known.errors))
+    assert known.count == len(lines) > 20 and all(isinstance(one, Unavailable) for one in known.errors)
     at = "published at hf://datasets/clip-benchmark/wds_food101, or in the layout of torchvision.datasets.Food101"
     assert f"food101: not under {tmp_path}; {at}" in lines
-    assert nothing_checked(known, KNOWN) == (
+    assert explain_no_checks(known, KNOWN) == (
         f"nothing could be checked: none of the {len(lines)} datasets with known scores for {KNOWN} is available"
     )
     with pytest.raises(DataError, match="fairface cannot be scored: Its names"):
@@ -54,7 +54,7 @@ def test_invalid_dataset_does_not_stop_others(write_dataset: WriteDataset, tmp_p
     wrong = write_dataset("wrong")
     (wrong / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc_1"\n')
     names = [str(wrong), str(good[0]), "mnist", str(damaged), str(good[1])]
-    targets, trouble = find_named(names)
+    targets, trouble = open_available(names)
     assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
     assert [type(one) for one in trouble] == [Unavailable, DataError, DataError]
     said = [str(one) for one in trouble]
@@ -65,19 +65,19 @@ def test_invalid_dataset_does_not_stop_others(write_dataset: WriteDataset, tmp_p
         find_targets(names)
     for slip in ("nowhere", str(tmp_path / "nowhere"), "~nouser/x"):  # an unknown name stops all
         with pytest.raises(DataError, match=f"no dataset '{slip}'"):
-            find_named([str(good[0]), slip, str(damaged)])
+            open_available([str(good[0]), slip, str(damaged)])
     with pytest.raises(DataError, match="is given twice"):
-        find_named([str(good[0]), str(good[0])])
+        open_available([str(good[0]), str(good[0])])
 
 
 def test_known_scores_are_found_from_cards_alone(tmp_path: Path) -> None:
-    assert known_tasks(["cifar100", "flickr30k"], KNOWN) == ("zero-shot", "linear-probe", "retrieval")
+    assert list_expected_tasks(["cifar100", "flickr30k"], KNOWN) == ("zero-shot", "linear-probe", "retrieval")
     with pytest.raises(
         ConfigError, match=r"known for 'x' on digits, or for any other model: .* as \[\[expected\]\]"
     ):
-        known_tasks(["digits"], "x")
+        list_expected_tasks(["digits"], "x")
     with pytest.raises(ConfigError, match=rf"known for 'x' on cifar100, .*{KNOWN}.*--as NAME"):
-        find_known(["cifar100"], "x", root=tmp_path / "none")
+        open_expected(["cifar100"], "x", root=tmp_path / "none")
 
 
 def test_card_in_folder_must_match_images(

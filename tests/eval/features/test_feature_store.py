@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from eval.features.store import FeatureFile, TextFeatures, digest_of
+from eval.features.store import FeatureFile, TextFeatures, digest_content
 
 WIDTHS = {"projected": 3, "before_projection": 5}
 COUNT = 12
@@ -27,7 +27,7 @@ def write(file: FeatureFile, numbers: list[int]) -> None:
     columns = {
         name: 1000.0 * torch.tensor(numbers)[:, None] + torch.arange(width) for name, width in WIDTHS.items()
     }
-    digests = [digest_of(b"%d" % number) for number in numbers]
+    digests = [digest_content(b"%d" % number) for number in numbers]
     file.write(np.array(numbers, dtype=np.int64), digests, columns)
 
 
@@ -35,7 +35,7 @@ def check(file: FeatureFile, numbers: set[int]) -> None:
     """Check that the file has these rows, each with its own features."""
     assert set(file.intact().nonzero()[0].tolist()) == numbers
     for number in numbers:
-        assert file.digests[number].tobytes() == digest_of(b"%d" % number)
+        assert file.digests[number].tobytes() == digest_content(b"%d" % number)
         for name, width in WIDTHS.items():
             assert torch.equal(file.columns[name][number], 1000.0 * number + torch.arange(width))
 
@@ -145,12 +145,12 @@ def test_full_disk_is_noticed_before_anything_is_written(tmp_path: Path) -> None
         with pytest.raises(OSError, match="File too large"):
             create(tmp_path / "f.safetensors")
         texts = TextFeatures(tmp_path / "texts", 3, key="k", on_unwritable=errors.append)
-        texts.append([digest_of(b"a")], torch.ones(1, 3))
+        texts.append([digest_content(b"a")], torch.ones(1, 3))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert [error.strerror for error in errors] == ["File too large"]
-    features, stored = texts.read([digest_of(b"a"), digest_of(b"b")])
+    features, stored = texts.read([digest_content(b"a"), digest_content(b"b")])
     assert stored.tolist() == [True, False] and torch.equal(features[0], torch.ones(3))
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
@@ -160,13 +160,13 @@ def open_texts(folder: Path) -> TextFeatures:
 
 
 def test_texts_are_found_in_all_files(tmp_path: Path) -> None:
-    digests = [digest_of(b"%d" % number) for number in range(6)]
+    digests = [digest_content(b"%d" % number) for number in range(6)]
     expected = torch.arange(12.0).view(6, 2)
     texts = open_texts(tmp_path)
     texts.append(digests[:4], expected[:4])
     texts.append(digests[4:], expected[4:])
     for table in (texts, open_texts(tmp_path)):
-        features, stored = table.read([*digests[::-1], digest_of(b"other")])
+        features, stored = table.read([*digests[::-1], digest_content(b"other")])
         assert stored.tolist() == [True] * 6 + [False]
         assert torch.equal(features[:6], expected.flip(0))
     first, second = sorted(tmp_path.iterdir())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from eval.features import store
-from eval.features.store import FeatureFile, release
+from eval.features.store import FeatureFile, release_rows
 from eval.metrics.ranks import class_ranks, match_ranks
 
 ROWS, WIDTH = 1 << 15, 512  # 64 MiB
@@ -42,10 +42,10 @@ def test_ranking_releases_mapped_memory(file: Path) -> None:
     assert resident() - before < 16 << 20
     copy = table.clone()
     assert torch.equal(class_ranks(copy, classes, labels), ranks)
-    release(table)
+    release_rows(table)
     torch.testing.assert_close(table.sum(), copy.sum())
     assert resident() - before > 48 << 20  # other reads stay in memory
-    release(table)
+    release_rows(table)
     assert resident() - before < 16 << 20
     pairs = torch.stack([torch.arange(ROWS), labels], dim=1)
     captions, before = classes.T.contiguous(), resident()
@@ -64,13 +64,13 @@ def test_checking_rows_releases_mapped_memory(file: Path) -> None:
 
 def test_release_keeps_unmapped_and_used_tensors(file: Path) -> None:
     own = torch.arange(1 << 20, dtype=torch.float32)
-    release(own)
+    release_rows(own)
     assert torch.equal(own, torch.arange(1 << 20, dtype=torch.float32))
     table = mapped(file)
     part = table[7:9]
     del table
     gc.collect()
-    release(part)  # the part is still in use
+    release_rows(part)  # the part is still in use
     assert torch.equal(part, mapped(file)[7:9])
     del part
     gc.collect()

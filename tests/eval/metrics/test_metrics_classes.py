@@ -13,14 +13,14 @@ from clipkit.errors import DataError
 from eval.metrics import intervals, ranks
 from eval.metrics.classes import (
     calibration_bins,
-    confusion,
+    count_confusion,
     expected_calibration_error,
     f1_macro,
     f1_macro_statistic,
     mean_of_top1_and_top5,
+    merge_superclasses,
     per_class_accuracy,
     shape_bias,
-    superclass_confusion,
     top_k_accuracy,
     worst_group_accuracy,
 )
@@ -71,7 +71,7 @@ def test_nan_gives_no_prediction() -> None:
     assert top.probabilities.isnan().all()
     place = class_ranks(features, classifier, labels)
     assert torch.equal((top.classes == labels[:, None]).any(dim=1), place < 2)
-    assert confusion(top.classes[:, 0], labels).predicted.tolist() == [-1, -1, -1]
+    assert count_confusion(top.classes[:, 0], labels).predicted.tolist() == [-1, -1, -1]
     assert f1_macro(top.classes[:, 0], labels).value == 0
 
 
@@ -104,7 +104,7 @@ def test_accuracies_and_f1_equal_scikit_learn(seed: int, n: int, classes: int, t
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # warns about a single class
         matrix = confusion_matrix(labels, predicted, labels=np.arange(classes))
-    assert np.array_equal(confusion(predicted, labels).matrix(classes), matrix)
+    assert np.array_equal(count_confusion(predicted, labels).matrix(classes), matrix)
 
 
 def test_f1_ignores_classes_without_images_unlike_scikit_learn() -> None:
@@ -173,8 +173,8 @@ def test_superclass_confusion_equals_confusion_of_superclasses(seed: int, n: int
     labels = torch.randint(9, (n,), generator=generator)
     predicted = torch.randint(-1, 9, (n,), generator=generator)
     family = torch.randint(4, (9,), generator=generator)
-    of_families = superclass_confusion(confusion(predicted, labels), family)
-    expected = confusion(torch.where(predicted < 0, -1, family[predicted]), family[labels])
+    of_families = merge_superclasses(count_confusion(predicted, labels), family)
+    expected = count_confusion(torch.where(predicted < 0, -1, family[predicted]), family[labels])
     for one in (of_families, expected):
         assert one.count.sum() == n and (np.diff(one.count) <= 0).all()
     cells = [zip(c.label, c.predicted, c.count, strict=True) for c in (of_families, expected)]
@@ -188,7 +188,7 @@ def test_superclass_confusion_equals_confusion_of_superclasses(seed: int, n: int
 def test_size_of_confusion_is_bounded_by_number_of_images() -> None:
     generator = torch.Generator().manual_seed(0)
     labels, predicted = torch.randint(2**20, (2, 500), generator=generator)
-    found = confusion(predicted, labels)
+    found = count_confusion(predicted, labels)
     assert len(found.count) <= 500
     with pytest.raises(AssertionError, match="classes"):
         found.matrix(2**20)

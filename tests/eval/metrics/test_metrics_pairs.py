@@ -15,8 +15,8 @@ from eval.metrics.intervals import (
     compare_correct,
     compare_means,
     compare_statistics,
+    estimate_mean,
     mcnemar,
-    mean_estimate,
 )
 from eval.metrics.pairs import (
     jaccard_index,
@@ -24,7 +24,7 @@ from eval.metrics.pairs import (
     median_rank,
     pairwise_correct,
     recall_at_k,
-    winoground,
+    score_winoground,
 )
 from eval.metrics.ranking import roc_auc_statistic
 from eval.metrics.ranks import class_ranks, match_ranks
@@ -99,7 +99,7 @@ def test_winoground_equals_paper_definition(seed: int, ties: bool, broken: bool)
     for (a, b), (c, d) in similarity.tolist():  # one row per image
         text.append(a > b and d > c)
         image.append(a > c and d > b)
-    found = winoground(similarity)
+    found = score_winoground(similarity)
     assert found.text.value == pytest.approx(np.mean(text))
     assert found.image.value == pytest.approx(np.mean(image))
     assert found.group.value == pytest.approx(np.mean(np.logical_and(text, image)))
@@ -107,7 +107,7 @@ def test_winoground_equals_paper_definition(seed: int, ties: bool, broken: bool)
 
 
 def test_ties_and_nan_are_wrong() -> None:
-    assert winoground(torch.zeros(3, 2, 2)).group.value == 0
+    assert score_winoground(torch.zeros(3, 2, 2)).group.value == 0
     assert not pairwise_correct(torch.ones(4), torch.ones(4, 1)).any()
     right = torch.tensor([1.0, 1.0, torch.nan, 1.0])
     wrong = torch.tensor([[0.0, 0.5], [0.0, 1.0], [0.0, 0.0], [torch.nan, 0.0]])
@@ -136,7 +136,7 @@ def test_jaccard_equals_scikit_learn(seed: int, cases: list[tuple[int, int]], ti
     mixed = torch.randperm(len(case), generator=generator)
     assert jaccard_index(similarity, right, case) == pytest.approx(expected)
     assert jaccard_index(similarity[mixed], right[mixed], case[mixed]) == pytest.approx(expected)
-    found = mean_estimate(torch.tensor(expected, dtype=torch.float64))
+    found = estimate_mean(torch.tensor(expected, dtype=torch.float64))
     assert found.value == pytest.approx(np.mean(expected)) and found.n == len(cases)
     assert 0 <= found.low <= found.value <= found.high <= 1
 
@@ -273,7 +273,7 @@ def test_caption_choice_equals_clip_benchmark_except_ties() -> None:
     unit = torch.nn.functional.normalize(torch.randn(2, 50, 2, 8, generator=generator), dim=-1)
     images, captions = unit[0], unit[1]
     similarity = images @ captions.transpose(1, 2)
-    found, other = winoground(similarity), theirs(images, captions)
+    found, other = score_winoground(similarity), theirs(images, captions)
     assert found.text.value == pytest.approx(other["text_acc"])
     assert found.image.value == pytest.approx(other["image_acc"])
     assert found.group.value == pytest.approx(other["acc"])

@@ -46,7 +46,7 @@ def test_sugar_crepe_is_read(tmp_path: Path) -> None:
     assert (dataset.name, dataset.tasks) == ("swap_obj", ("compositional",))
     assert dataset.choices == (("a dog on a cat", "a cat on a dog"), ("red", "blue"))
     assert [dataset.images.read(number) for number in range(2)] == [png(1)] * 2
-    assert dataset.where(1) == f"dataset swap_obj: image 1.jpg of {tmp_path / 'val2017'}"
+    assert dataset.describe_image(1) == f"dataset swap_obj: image 1.jpg of {tmp_path / 'val2017'}"
     with pytest.raises(MissingSplit):
         open_dataset(file, split="train")
 

@@ -22,7 +22,7 @@ from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets
 from eval.metrics.classes import any_label_accuracy
 from eval.readers import OpenOptions, Reader, open_dataset
-from eval.readers.files import checked_set, file_images, lines_of
+from eval.readers.files import check_dataset, file_images, read_lines
 
 
 def png(shade: int) -> bytes:
@@ -322,7 +322,7 @@ def test_columns_of_wrong_types_are_rejected(tmp_path: Path) -> None:
 def test_reader_is_added_by_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def open_listed(folder: Path, name: str, options: OpenOptions) -> EvalDataset:
         images = file_images(folder, sorted(folder.glob("*.png")))
-        return checked_set(
+        return check_dataset(
             EvalDataset(
                 name=name,
                 split=options.split,
@@ -330,7 +330,7 @@ def test_reader_is_added_by_an_entry(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 revision=images.fingerprint(),
                 tasks=("zero-shot",),
                 class_names=("cat", "dog"),
-                labels=torch.tensor(list(map(int, lines_of(folder / "labels.txt")))),
+                labels=torch.tensor(list(map(int, read_lines(folder / "labels.txt")))),
             )
         )
 

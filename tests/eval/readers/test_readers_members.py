@@ -2,6 +2,7 @@
 
 import json
 import tarfile
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval.__main__ import main
 from eval.readers import Members, open_dataset
 from tests.data.published_tars import SETTINGS, sample_of, write_published
+from tests.eval.conftest import WriteDataset
 
 
 @pytest.mark.parametrize("layout", SETTINGS)
@@ -33,6 +35,43 @@ def test_captions_of_published_layouts_are_opened_for_retrieval(layout: str, tmp
         assert dataset.captions[number] == tuple(expected)
     other = open_dataset(tmp_path / layout, members=Members(image=image, captions=captions[:1]))
     assert other.revision != dataset.revision or captions[:1] == captions
+
+
+@pytest.mark.parametrize("layout", SETTINGS)
+def test_members_of_a_training_are_used_where_a_dataset_has_them(
+    layout: str, write_dataset: WriteDataset, tmp_path: Path
+) -> None:
+    image, captions = SETTINGS[layout]
+    write_published(layout, tmp_path / layout / "0.tar", 5)
+    members = Members(image=image, captions=captions, optional=True)
+    named = open_dataset(tmp_path / layout, members=replace(members, optional=False))
+    opened = open_dataset(tmp_path / layout, members=members)
+    assert (opened.captions, opened.revision, opened.stamp) == (named.captions, named.revision, named.stamp)
+    usual = write_dataset("usual", captions=["a cat", "two dogs", "a hat"], labels=[None] * 3)
+    classes = write_dataset("classes")
+    for folder in (usual, classes):
+        plain, opened = open_dataset(folder), open_dataset(folder, members=members)
+        assert (opened.captions, opened.revision, opened.stamp) == (
+            plain.captions,
+            plain.revision,
+            plain.stamp,
+        )
+    missing = Members(image="photo", captions=("text",), optional=True)
+    write_published("rs5m", tmp_path / "other" / "0.tar", 5)
+    with pytest.raises(
+        DataError, match=r"no sample has an image; .*: add data\.image=img_content data\.captions=cap"
+    ):
+        open_dataset(tmp_path / "other", members=missing)
+
+
+def test_captions_that_pack_lists_have_the_revision_of_the_usual_names(
+    write_dataset: WriteDataset,
+) -> None:
+    folder = write_dataset("pairs", captions=["a cat\na small cat", "two dogs"], labels=[None] * 2)
+    plain = open_dataset(folder)
+    assert plain.captions == (("a cat", "a small cat"), ("two dogs",))
+    listed = open_dataset(folder, members=Members(captions=("captions",), optional=True))
+    assert (listed.captions, listed.revision) == (plain.captions, plain.revision)
 
 
 def test_error_lists_members_and_the_options_to_add(tmp_path: Path) -> None:

@@ -70,8 +70,8 @@ def test_classification_is_read(tmp_path: Path) -> None:
     assert (dataset.name, dataset.tasks, dataset.class_names) == ("pets", ("zero-shot",), ("b", "a", "c"))
     assert dataset.labels is not None and dataset.labels.tolist() == [0, 2, 1, 1, 1]
     assert read(dataset) == [b"image %d" % seed for seed in range(5)]
-    assert dataset.where(4).endswith("test-00001-of-00002.parquet")
-    assert "row 4, image of" in dataset.where(4)
+    assert dataset.describe_image(4).endswith("test-00001-of-00002.parquet")
+    assert "row 4, image of" in dataset.describe_image(4)
     assert len(open_dataset(tmp_path / "pets", split="train")) == 1
     with pytest.raises(MissingSplit, match=r"has no split 'val', only test, train"):
         open_dataset(tmp_path / "pets", split="val")
@@ -244,7 +244,7 @@ def test_files_and_converted_branches_are_read_from_the_hub(
     dataset = open_dataset("hf://datasets/who/pets")
     assert (dataset.name, dataset.class_names) == ("pets", ("no", "yes"))
     assert read(dataset) == [b"image %d" % seed for seed in range(5)]
-    assert dataset.where(0).endswith(f"hf://datasets/who/pets/{name}")
+    assert dataset.describe_image(0).endswith(f"hf://datasets/who/pets/{name}")
     assert len(open_dataset("pets", root="hf://datasets/who")) == 5
 
     sample = {"image": images(2), "caption": [["a"], ["b"]]}
@@ -357,7 +357,7 @@ def test_rows_with_the_same_image_are_one_image(tmp_path: Path) -> None:
     dataset = open_dataset(tmp_path)
     assert dataset.captions == (("a", "b"), ("c", "d"))
     assert read(dataset) == [b"image 0", b"image 1"]
-    assert "row 2, image of" in dataset.where(1)
+    assert "row 2, image of" in dataset.describe_image(1)
 
 
 def test_columns_and_captions_are_those_of_training(tmp_path: Path) -> None:

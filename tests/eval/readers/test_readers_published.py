@@ -23,10 +23,10 @@ from clipkit.samples import MissingSplit
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.transfer import Patience, Unreachable
 from eval.datasets.dataset import EvalDataset
-from eval.datasets.targets import find_suites
+from eval.datasets.targets import open_suites
 from eval.readers import Members, find_published, open_dataset, shards as places
 from eval.readers.files import read_text_file
-from eval.readers.shards import address_of, array_of
+from eval.readers.shards import parse_npy, resolve_address
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx
 from tests.clipkit.samples.remote.test_hub import use
@@ -247,14 +247,14 @@ def test_invalid_multi_hot_labels_are_rejected(tmp_path: Path, caplog: pytest.Lo
 def test_damaged_npy_files_are_rejected(data: bytes, at: int) -> None:
     values = np.asfortranarray(np.arange(6).reshape(2, 3))
     whole = npy(values)
-    assert array_of(whole).tolist() == values.tolist()
+    assert parse_npy(whole).tolist() == values.tolist()
     for hostile in (data, whole[:at], whole[:at] + data, whole[:10] + data, whole[:-1]):
         if len(hostile) != len(whole) or hostile[:100] != whole[:100]:  # else it is a valid array
             with pytest.raises(DataError, match="npy"):
-                array_of(hostile)
+                parse_npy(hostile)
     huge = whole.replace(b"(2, 3), }" + b" " * 9, b"(2, 9999999999), }")
     with pytest.raises(DataError, match="its npy cannot be read"):
-        array_of(huge)
+        parse_npy(huge)
 
 
 def serve(nginx: Nginx, root: Path, name: str) -> str:
@@ -358,14 +358,14 @@ def test_page_addresses_of_hugging_face_are_resolved(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("HF_ENDPOINT", raising=False)
     at = "https://huggingface.co/datasets/clip-benchmark/wds_vtab-dtd"
     for page in (at, f"{at}/", f"{at}/tree/main", f"{at}/tree/main/", f"{at}/raw/main"):
-        assert address_of(page) == f"{at}/resolve/main"
-    assert address_of(f"{at}/tree/v1/sub/folder") == f"{at}/resolve/v1/sub/folder"
+        assert resolve_address(page) == f"{at}/resolve/main"
+    assert resolve_address(f"{at}/tree/v1/sub/folder") == f"{at}/resolve/v1/sub/folder"
     for other in (
         "https://example.org/datasets/a/b/tree/main",
         "s3://pairs/sets",
         "https://huggingface.co/a/b",
     ):
-        assert address_of(other) == other
+        assert resolve_address(other) == other
 
 
 def test_statistics_beside_shards_are_ignored(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_failing_server_is_reported_once_for_all_datasets(
             for status in (500, 503, 400):
                 asked.clear()
                 root = f"http://127.0.0.1:{server.server_port}/{status}"
-                targets, trouble = find_suites(["datacomp38"], root=root)
+                targets, trouble = open_suites(["datacomp38"], root=root)
                 assert not targets
                 told = [str(one) for one in trouble if "status" in str(one)]
                 assert len(told) == 1 and f"(status {status})" in told[0] and " not available: " in told[0]

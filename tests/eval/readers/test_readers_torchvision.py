@@ -58,7 +58,7 @@ def test_arrays_become_lossless_png(tmp_path: Path, caplog: pytest.LogCaptureFix
     same_as_torchvision(train, MNIST(str(tmp_path), train=True))
     assert (test.name, test.split, test.class_names[:2]) == ("MNIST", "test", ("0 - zero", "1 - one"))
     assert test.revision != train.revision
-    assert test.where(3) == "dataset MNIST: image 3 of torchvision:MNIST (test)"
+    assert test.describe_image(3) == "dataset MNIST: image 3 of torchvision:MNIST (test)"
     with pytest.raises(MissingSplit, match="has no split 'val', only train, test"):
         open_dataset("torchvision:MNIST", root=tmp_path, split="val")
 
@@ -74,7 +74,7 @@ def test_image_files_are_returned_unchanged(tmp_path: Path) -> None:
     dataset = open_dataset("torchvision:Country211", root=tmp_path, split="val")
     same_as_torchvision(dataset, Country211(str(tmp_path), split="valid"))
     assert [dataset.images.read(number) for number in range(2)] == [png(0), png(1)]
-    assert dataset.class_names == ("a", "b") and "valid/b/1.png" in dataset.where(1)
+    assert dataset.class_names == ("a", "b") and "valid/b/1.png" in dataset.describe_image(1)
 
 
 def test_dataset_without_splits_has_only_split_all(tmp_path: Path) -> None:

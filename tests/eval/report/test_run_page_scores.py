@@ -18,7 +18,7 @@ from eval.features.encoder import ONE_RANK
 from eval.report import build_report
 from eval.report.charts import macro
 from eval.report.run_page import Result, headlines, newest, read_run_folder
-from eval.run import Scorer
+from eval.scorer import Scorer
 from tests.eval.web_page import Page
 
 CONFIG = 'steps = 300\n[eval]\ndata = ["digits"]\nevery_steps = 100\n'

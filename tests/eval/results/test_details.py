@@ -14,7 +14,7 @@ from eval.datasets.dataset import EvalDataset
 from eval.metrics import class_ranks, top_classes
 from eval.metrics.classes import expected_calibration_error, top_k_accuracy
 from eval.results.details import item_details, prediction_details, zero_shot_details
-from eval.results.records import Packed, details_folder, pack, read_details, write_details
+from eval.results.records import Packed, details_folder, pack_values, read_details, write_details
 
 N, C, D = 40, 7, 16
 
@@ -174,13 +174,13 @@ def test_broken_details_are_skipped_and_noted(tmp_path: Path, spoil: dict[str, o
 
 @given(st.lists(st.booleans(), max_size=70))
 def test_bits_round_trip(values: list[bool]) -> None:
-    assert pack(torch.tensor(values, dtype=torch.bool)).tensor().tolist() == values
+    assert pack_values(torch.tensor(values, dtype=torch.bool)).tensor().tolist() == values
 
 
 def test_numbers_round_trip_and_deflate_bombs_do_not() -> None:
     for values in (torch.tensor([0, 1, 2**32 - 1]), torch.tensor([0.5, -3.0])):
-        assert pack(values).tensor().equal(values)
-    whole = pack(torch.zeros(1_000_000))
+        assert pack_values(values).tensor().equal(values)
+    whole = pack_values(torch.zeros(1_000_000))
     for wrong in (
         replace(whole, n=10),
         replace(whole, n=2_000_000),

@@ -15,7 +15,7 @@ from torch import Tensor
 from clipkit import CLIP
 from clipkit.errors import DataError
 from clipkit.model.tokenizer import ClipTokenizer
-from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, choices_of
+from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, require_choices
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.readers import open_dataset
 from eval.results.scores import Score
@@ -223,7 +223,7 @@ def test_chance_of_jaccard_is_its_mean_over_all_orders(right: list[int]) -> None
 
 def test_missing_choices_and_invalid_items_are_rejected() -> None:
     with pytest.raises(DataError, match="dataset made has no captions to choose between"):
-        choices_of(dataset_of(1))
+        require_choices(dataset_of(1))
     odd = dataset_of(3, choices=(("0", "1"),) * 3, items=torch.tensor([0, 0, 1]))
     with pytest.raises(DataError, match="its items are not two images with each other's captions"):
         scored(odd, unit(3, 2, seed=0), unit(2, 2, seed=1))

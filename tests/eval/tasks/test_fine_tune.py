@@ -27,10 +27,10 @@ from clipkit.model.names import create_architecture
 from clipkit.model.zero_shot import attach_class_head
 from eval import Encoder, Subject
 from eval.__main__ import main
-from eval.datasets.dataset import distinct_names
+from eval.datasets.dataset import make_distinct
 from eval.datasets.targets import find_targets
 from eval.features.encoder import Ranks
-from eval.run import Scored, run_model
+from eval.run import Results, run_model
 from eval.tasks import Options
 from eval.tasks.fine_tune import fine_tune
 from eval.tasks.subject import Outcome
@@ -90,12 +90,12 @@ def test_fine_tuned_head_learns_classes_and_is_loadable(
     tuned = clipkit.load(run)
     images = [np.full((16, 16, 3), colour, np.uint8) for colour in COLOURS.values()]
     assert clipkit.classify(images, list(COLOURS), tuned).argmax(1).tolist() == [0, 1, 2]
-    scored = Scored()
+    results = Results()
     run_model(
-        tuned, find_targets([str(colours)]), out=tmp_path / "r.jsonl", tasks=["zero-shot"], scored=scored
+        tuned, find_targets([str(colours)]), out=tmp_path / "r.jsonl", tasks=["zero-shot"], results=results
     )
-    again = {score.metric: score.value for score in scored.scores}
-    assert not scored.trouble and {metric: again[metric] for metric in values(found)} == values(found)
+    again = {score.metric: score.value for score in results.scores}
+    assert not results.errors and {metric: again[metric] for metric in values(found)} == values(found)
     first = json.loads((run / "metrics.jsonl").read_text().splitlines()[0])
     assert first["chance"] == pytest.approx(np.log(3)) and 0 <= first["acc1"] <= 1
 
@@ -214,7 +214,7 @@ def test_failed_training_reports_its_own_error(colours: Path, unskilled: CLIP, t
 
 @given(st.lists(st.text(st.sampled_from("ab (1)\t\n"), max_size=6), max_size=8))
 def test_distinct_names_are_unique(names: list[str]) -> None:
-    found = distinct_names(names)
+    found = make_distinct(names)
     assert len(set(found)) == len(found) == len(names)
     for name, own in zip(names, found, strict=True):
         assert own and own == " ".join(own.split())

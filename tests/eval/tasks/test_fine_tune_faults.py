@@ -28,7 +28,7 @@ from clipkit.model.zero_shot import attach_class_head
 from clipkit.training.build import shape_of
 from eval import Encoder, Subject, open_dataset
 from eval.tasks import Options
-from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, only_one
+from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, lock_folder
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 300  # timeout of processes
@@ -88,13 +88,13 @@ def test_disk_errors_suggest_another_folder_or_rerun(shades: Path, unskilled: CL
             DataError, match=f"^{runs}.*, or choose another folder with --runs; progress is saved"
         ):
             fine_tune(subject_of(unskilled, shades), Options(runs=runs))
-    with pytest.raises(DataError, match=r"gone/x: No such file.*--runs"), only_one(tmp_path / "there"):
+    with pytest.raises(DataError, match=r"gone/x: No such file.*--runs"), lock_folder(tmp_path / "there"):
         (tmp_path / "gone" / "x").write_text("")
-    with only_one(tmp_path / "there"):  # the lock was released
+    with lock_folder(tmp_path / "there"):  # the lock was released
         pass
     removed = tmp_path / "there"
     with pytest.raises(DataError, match="there was removed meanwhile: run the same command to start over"):  # noqa: SIM117
-        with only_one(removed):
+        with lock_folder(removed):
             shutil.rmtree(removed)
             (removed / "rates.json").write_text("")
 

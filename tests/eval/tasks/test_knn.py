@@ -15,7 +15,7 @@ from clipkit import CLIP
 from clipkit.errors import DataError
 from eval import Encoder, Subject
 from eval.tasks import Options
-from eval.tasks.probe import knn, nearest_neighbours, votes
+from eval.tasks.probe import count_votes, knn, nearest_neighbours
 
 module = importlib.import_module("eval.tasks.probe")
 WriteDataset = Callable[..., Path]
@@ -43,7 +43,7 @@ def test_votes_equal_scikit_learn(n: int, k: int, temperature: float | None, see
     theirs = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=weights)
     theirs.fit(training.double().numpy(), labels.numpy())
     found = nearest_neighbours(queries, training, k)
-    shares = votes(found, labels, 4, k, temperature=temperature)
+    shares = count_votes(found, labels, 4, k, temperature=temperature)
     expected = torch.from_numpy(theirs.predict_proba(queries.double().numpy()))
     torch.testing.assert_close(shares.double(), expected, atol=1e-4, rtol=0)
     assert torch.equal(shares.argmax(dim=1), torch.from_numpy(theirs.predict(queries.double().numpy())))
@@ -66,7 +66,7 @@ def test_ties_are_ordered_by_index_for_any_block_size(n: int, k: int, seed: int)
 
 def test_tied_votes_choose_the_lower_class() -> None:
     found = nearest_neighbours(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8], [0.6, -0.8]]), 2)
-    shares = votes(found, torch.tensor([2, 1]), 3, 2)
+    shares = count_votes(found, torch.tensor([2, 1]), 3, 2)
     assert shares.tolist() == [[0.0, 0.5, 0.5]] and int(shares.argmax()) == 1
 
 

@@ -20,13 +20,13 @@ from eval.metrics.ranking import map_11_point
 from eval.tasks import Options, logistic
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows
 from eval.tasks.probe import (
-    carve,
+    carve_validation,
+    get_penalty,
     halving_search,
     learn_and_tune,
     linear_probe,
     linear_probes,
-    penalty_of,
-    sweep,
+    sweep_penalties,
 )
 from tests.eval.conftest import subject_of
 
@@ -191,21 +191,21 @@ def test_halving_search_finds_a_single_peak(peak: int, seed: int) -> None:
 
 def test_halving_search_chooses_strongest_penalty_on_ties() -> None:
     assert halving_search(lambda step: 1.0) == 96
-    assert [penalty_of(step) for step in (0, 48, 96)] == [1e-6, 1.0, 1e6]
-    assert penalty_of(8) == pytest.approx(1e-5)
+    assert [get_penalty(step) for step in (0, 48, 96)] == [1e-6, 1.0, 1e6]
+    assert get_penalty(8) == pytest.approx(1e-5)
 
 
 def test_sweep_equals_scikit_learn() -> None:
     features, labels = made_up(200, 8, 4, apart=0.7)
     val, val_labels = made_up(150, 8, 4, apart=0.7, seed=5)
-    found = sweep(Rows(features), labels, Rows(val), val_labels, 4)
+    found = sweep_penalties(Rows(features), labels, Rows(val), val_labels, 4)
 
     def value_at(step: int) -> float:
-        weight, bias = theirs(features, labels, 1 / penalty_of(step))
+        weight, bias = theirs(features, labels, 1 / get_penalty(step))
         return float(((val.double() @ weight.T + bias).argmax(dim=1) == val_labels).double().mean())
 
     best = halving_search(value_at)
-    assert 1 / penalty_of(best) == found.fit.C
+    assert 1 / get_penalty(best) == found.fit.C
     assert found.tried[found.fit.C] == value_at(best) == max(found.tried.values())
     assert not found.unconverged
     weight, bias = theirs(torch.cat([features, val]), torch.cat([labels, val_labels]), found.fit.C)
@@ -220,12 +220,12 @@ def test_sweep_equals_scikit_learn() -> None:
 def test_carve_takes_a_fifth_of_each_class(sizes: list[int], seed: int) -> None:
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
     labels = labels[torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))]
-    learn, tune = carve(labels, revision="r", seed=seed)
+    learn, tune = carve_validation(labels, revision="r", seed=seed)
     assert sorted([*learn.tolist(), *tune.tolist()]) == list(range(len(labels)))
     for label, size in enumerate(sizes):
         taken = int((labels[tune] == label).sum())
         assert taken == (0 if size < 2 else max(1, round(size / 5)))
-    again = carve(labels, revision="r", seed=seed)
+    again = carve_validation(labels, revision="r", seed=seed)
     assert torch.equal(again[0], learn) and torch.equal(again[1], tune)
 
 
@@ -274,8 +274,8 @@ def test_examples_option_draws_nested_subsets_of_train(model: CLIP, write_datase
     (score, *_) = linear_probe(subject, Options(examples=20, seed=2)).scores
     assert score.setting == "20 examples" and score.value > 0.5
     options = Options(examples=20)
-    assert options.text_of("linear-probe") == "seed=0 layers=False examples=20"
-    assert Options().text_of("linear-probe") == "seed=0 layers=False"
+    assert options.describe_options("linear-probe") == "seed=0 layers=False examples=20"
+    assert Options().describe_options("linear-probe") == "seed=0 layers=False"
     with pytest.raises(DataError, match="4 training images leave none to tune on"):
         linear_probe(subject, Options(examples=4))
 
