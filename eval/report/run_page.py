@@ -134,11 +134,7 @@ class RunFolder:
 
 
 def read_run_folder(run: Path) -> RunFolder:
-    """Read a run folder; any file may be missing, and the last line of any may be cut short.
-
-    Raises:
-        DataError: there is no such folder, it cannot be read, or it has no files of a training.
-    """
+    """Read a run folder; any file may be missing, and the last line of any may be cut short."""
     try:
         if not run.is_dir():
             raise DataError(f"no run folder at {run}")

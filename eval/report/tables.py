@@ -501,9 +501,6 @@ def as_csv(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     average over the suite in ``dataset``, whose ``task`` may list several and whose ``n`` counts datasets; and
     "published" for numbers measured by others. Names that a spreadsheet would take for a formula start with an
     apostrophe.
-
-    Raises:
-        DataError: a file cannot be read, or there are no scores.
     """
     scores = read_scores(results)
     tables = task_tables(scores, curves=True, **facts).values()
@@ -546,9 +543,6 @@ def as_latex(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     """Format the table of models × datasets as a ``tabular`` for the package booktabs.
 
     Tasks are separated by rules, means followed by a space, and the best model of each row is in bold.
-
-    Raises:
-        DataError: a file cannot be read, or there are no scores.
     """
     header, tables = _text_tables(results, facts, _LATEX, r"\textbf{{{}}}", "--")
     lines = [
@@ -567,11 +561,7 @@ def as_latex(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
 
 
 def as_markdown(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
-    """Format the table of models × datasets for GitHub, with the best model of each row in bold.
-
-    Raises:
-        DataError: a file cannot be read, or there are no scores.
-    """
+    """Format the table of models × datasets for GitHub, with the best model of each row in bold."""
     header, tables = _text_tables(results, facts, _MARKDOWN, "**{}**", "")
     lines = [header, ["---"] * len(_HEADER) + ["---:"] * (len(header) - len(_HEADER))]
     for means, others in tables:
