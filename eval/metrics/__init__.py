@@ -10,6 +10,7 @@ candidate counts as wrong, except among classes, where the lower index comes fir
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, Literal, Never, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from eval.metrics import captions, classes, intervals, pairs, ranking
 from eval.metrics.captions import Descriptions, caption_tokens
-from eval.metrics.classes import calibration_bins, count_confusion, merge_superclasses, per_class_accuracy
+from eval.metrics.classes import calibration_bins, count_confusion, count_correct, merge_superclasses
 from eval.metrics.intervals import (
     Comparison,
     Estimate,
@@ -63,6 +64,7 @@ __all__ = [
     "compare_means",
     "compare_statistics",
     "count_confusion",
+    "count_correct",
     "full_float32",
     "get_metric",
     "is_fraction",
@@ -74,7 +76,6 @@ __all__ = [
     "merge_superclasses",
     "metric_title",
     "pairwise_correct",
-    "per_class_accuracy",
     "score_winoground",
     "stable_top_k",
     "top_classes",
@@ -96,8 +97,7 @@ class Metric(Generic[Inputs]):
             undefined for them.
         chance: its value for random guessing; None if that is not a single number.
         title: name on pages and in tables; by default the key with spaces.
-        interval: how the interval is computed; None if there is none.
-        counts: the items that ``n`` of the estimate counts.
+        has_interval: whether its estimate has a 95% interval.
         larger_is_better: False for ranks, errors and perplexity.
         highest: upper bound; the lower one is 0. None for ranks and perplexity, which start at 1.
         least: minimum number of classes or candidates for it to be meaningful.
@@ -120,8 +120,7 @@ class Metric(Generic[Inputs]):
     function: Callable[[Inputs], Estimate | None]
     chance: Callable[[Inputs], float | None] = lambda _: None
     title: str = ""
-    interval: Literal["wilson", "bootstrap"] | None = "bootstrap"
-    counts: str = "images"
+    has_interval: bool = True
     larger_is_better: bool = True
     highest: float | None = 1.0
     least: int = 1
@@ -144,7 +143,6 @@ def _top_k(k: int) -> Metric[Answers]:
         function=lambda answers: classes.top_k_accuracy(answers.ranks, k),
         chance=lambda answers: min(1.0, k / answers.classes),
         title=f"top-{k}",
-        interval="wilson",
         least=1 if k == 1 else k + 1,
         by_default=True,
         value=lambda ranks, _: float((ranks < k).double().mean()),
@@ -152,9 +150,9 @@ def _top_k(k: int) -> Metric[Answers]:
 
 
 def _mean_per_class(answers: Answers) -> Estimate:
-    correct, labels = answers.ranks < 1, answers.labels
-    low, high = classes.mean_per_class_interval(correct, labels)
-    value = classes.mean_per_class_recall(correct, labels)
+    correct = answers.ranks < 1
+    low, high = classes.mean_per_class_interval(correct, answers.labels)
+    value = classes.mean_per_class_recall(correct, answers.labels)
     return Estimate(value=value, low=low, high=high, n=len(correct))
 
 
@@ -176,13 +174,14 @@ def _superclass(answers: Answers) -> Estimate:
 
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
     interpolated = function is ranking.map_11_point
+    value = None
+    if not softmax:
+        value = partial(ranking.mean_of_precisions, interpolated=interpolated)
     return Metric(
         kind="multi-label",
         function=lambda answers: function(answers.scores(softmax=softmax), answers.labels),
         by_default=True,
-        value=None
-        if softmax
-        else lambda scores, labels: ranking.mean_of_precisions(scores, labels, interpolated=interpolated),
+        value=value,
         value_from="scores",
     )
 
@@ -194,32 +193,25 @@ def _anchors(*, nearby: bool, title: str) -> Metric[Answers]:
             answers.top.classes[:, 0], answers.labels, answers.group("anchor"), nearby=nearby
         ),
         title=title,
-        interval="wilson",
-        counts="anchor frames",
         by_default=True,
         column="anchor",
     )
 
 
 def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
-    counts = "images" if direction == "image_to_text" else "captions"
-
     def recall(k: int) -> Metric[Directions]:
         return Metric(
             kind="retrieval",
-            function=lambda found: found[direction].recall(k),
-            chance=lambda found: found[direction].chance(k),
+            function=lambda directions: directions[direction].recall(k),
+            chance=lambda directions: directions[direction].chance(k),
             title=f"{direction.replace('_', ' ')} R@{k}",
-            interval="wilson",
-            counts=counts,
             least=1 if k == 1 else k + 1,
         )
 
     def rank(function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
         return Metric(
             kind="retrieval",
-            function=lambda found: function(found[direction].ranks, found[direction].weight),
-            counts=counts,
+            function=lambda directions: function(directions[direction].ranks, directions[direction].weight),
             larger_is_better=False,
             highest=None,
         )
@@ -229,10 +221,10 @@ def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
     return {f"{direction}_{name}": metric for name, metric in metrics.items()}
 
 
-def _mean_recall(found: Directions) -> Estimate:
+def _mean_recall(directions: Directions) -> Estimate:
     """Return ``mean_R@1``, by which DataComp ranks models; the directions are dependent, so it has no interval."""
-    first, other = (found[direction].recall(1) for direction in DIRECTIONS)
-    return replace(first, value=(first.value + other.value) / 2)
+    first, second = (directions[direction].recall(1) for direction in DIRECTIONS)
+    return replace(first, value=(first.value + second.value) / 2)
 
 
 def _accuracy(correct: Callable[[Choices], Tensor | None]) -> Metric[Choices]:
@@ -254,8 +246,6 @@ def _winoground(part: Callable[[Winoground], Estimate], chance: float) -> Metric
         kind="compositional",
         function=lambda choices: None if choices.winoground is None else part(choices.winoground),
         chance=lambda _: chance,
-        interval="wilson",
-        counts="pairs of images",
     )
 
 
@@ -263,14 +253,13 @@ def _jaccard(least: int, most: int) -> Metric[Choices]:
     """Return WinoGAViL's index over cues with ``least`` to ``most`` candidates."""
 
     def function(choices: Choices) -> Estimate | None:
-        chosen = choices.cues_of(least, most)
+        chosen = choices.select_cues(least, most)
         return intervals.estimate_mean(choices.jaccard[chosen]) if chosen.any() else None
 
     return Metric(
         kind="compositional",
         function=function,
-        chance=lambda choices: float(choices.jaccard_of_chance[choices.cues_of(least, most)].mean()),
-        counts="cues",
+        chance=lambda choices: float(choices.jaccard_of_chance[choices.select_cues(least, most)].mean()),
     )
 
 
@@ -327,7 +316,6 @@ METRICS: Mapping[str, Metric[Never]] = {
         kind="one-label",
         function=_superclass,
         title="superclass top-1",
-        interval="wilson",
         needs_superclasses=True,
     ),
     "shape_bias": Metric[Answers](
@@ -336,8 +324,6 @@ METRICS: Mapping[str, Metric[Never]] = {
             answers.top.classes[:, 0], answers.labels, answers.group("texture")
         ),
         chance=lambda _: 0.5,
-        interval="wilson",
-        counts="images classified by shape or texture",
         by_default=True,
         column="texture",
     ),
@@ -352,8 +338,6 @@ METRICS: Mapping[str, Metric[Never]] = {
             answers.labels.sum(dim=1)[answers.labels.any(dim=1)].double().mean() / answers.classes
         ),
         title="top-1 among the labels",
-        interval="wilson",
-        counts="images with a label",
     ),
     "pm0": _anchors(nearby=False, title="top-1 of anchor frames"),
     "pm10": _anchors(nearby=True, title="top-1 of all frames near an anchor"),
@@ -362,21 +346,21 @@ METRICS: Mapping[str, Metric[Never]] = {
     "mean_R@1": Metric[Directions](
         kind="retrieval",
         function=_mean_recall,
-        chance=lambda found: sum(found[direction].chance(1) for direction in DIRECTIONS) / 2,
-        interval=None,
+        chance=lambda directions: sum(directions[direction].chance(1) for direction in DIRECTIONS) / 2,
+        has_interval=False,
     ),
     "cider_d": Metric[Descriptions](
         kind="captioning",
         function=captions.mean_cider_d,
-        chance=lambda found: float(found.by_chance.cider.mean()),
+        chance=lambda descriptions: float(descriptions.chance.cider.mean()),
         title="CIDEr-D",
         highest=10.0,
     ),
     "bleu_4": Metric[Descriptions](
         kind="captioning",
         function=captions.bleu_4,
-        chance=lambda found: intervals.evaluate_statistic(
-            captions.bleu_statistic(found.by_chance.bleu_counts), len(found.captions)
+        chance=lambda descriptions: intervals.evaluate_statistic(
+            captions.bleu_statistic(descriptions.chance.bleu_counts), len(descriptions.captions)
         ),
         title="BLEU-4",
         row_statistic=captions.bleu_statistic,
@@ -384,8 +368,7 @@ METRICS: Mapping[str, Metric[Never]] = {
     "exact_match": Metric[Descriptions](
         kind="captioning",
         function=captions.exact_match,
-        chance=lambda found: found.exact_chance,
-        interval="wilson",
+        chance=lambda descriptions: descriptions.exact_chance,
     ),
     "perplexity": Metric[Descriptions](
         kind="captioning",
@@ -394,12 +377,12 @@ METRICS: Mapping[str, Metric[Never]] = {
         highest=None,
         row_statistic=captions.perplexity_statistic,
     ),
-    "accuracy": replace(_accuracy(lambda choices: choices.correct), interval="wilson"),
+    "accuracy": _accuracy(lambda choices: choices.correct),
     "macro_accuracy": _accuracy(lambda choices: choices.counted_groups),
     "mean_per_group_accuracy": _accuracy(lambda choices: choices.groups),
-    "text": _winoground(lambda found: found.text, 1 / 4),
-    "image": _winoground(lambda found: found.image, 1 / 4),
-    "group": _winoground(lambda found: found.group, 1 / 6),
+    "text": _winoground(lambda pairs: pairs.text, 1 / 4),
+    "image": _winoground(lambda pairs: pairs.image, 1 / 4),
+    "group": _winoground(lambda pairs: pairs.group, 1 / 6),
     "jaccard": _jaccard(0, 1 << 30),
     "jaccard_10": _jaccard(10, 10),
     "jaccard_12": _jaccard(12, 12),
@@ -415,16 +398,17 @@ def get_metric(name: str) -> Metric[Never] | None:
     """
     if name in METRICS:
         return METRICS[name]
-    if match := re.fullmatch(r"worst_(.*)_acc([15])", name, re.DOTALL):
-        column, k = match[1], int(match[2])
+    match = re.fullmatch(r"worst_(.*)_acc([15])", name, re.DOTALL)
+    if match:
+        column = match[1]
+        k = int(match[2])
         return Metric[Answers](
             kind="one-label",
             function=lambda answers: classes.worst_group_accuracy(answers.ranks < k, answers.group(column)),
-            interval="wilson",
-            counts="images of the group",
             least=1 if k == 1 else k + 1,
         )
-    if match := re.fullmatch(r"jaccard_(\d{1,9})", name):
+    match = re.fullmatch(r"jaccard_(\d{1,9})", name)
+    if match:
         return _jaccard(int(match[1]), int(match[1]))
     return None
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import chain
 from operator import or_
 
 import numpy as np
@@ -36,7 +37,9 @@ _TOKEN = regex.compile(
 _LONGEST = 4  # n-grams
 _HIGHEST = 10.0  # CIDEr-D
 _SIGMA = 6.0  # of CIDEr-D's penalty for another length
-_TINY, _SMALL = 1e-15, 1e-9  # added to BLEU's numerators and denominators by pycocoevalcap
+# added to BLEU's numerators and denominators by pycocoevalcap
+_TINY = 1e-15
+_SMALL = 1e-9
 
 Tokens = Sequence[str]
 
@@ -81,7 +84,7 @@ class Descriptions:
     def exact(self) -> Bools:
         """(N,) whether the generated caption is one of the true ones."""
         pairs = zip(self.generated, self.captions, strict=True)
-        return np.array([any(tuple(mine) == tuple(one) for one in own) for mine, own in pairs])
+        return np.array([tuple(generated) in set(map(tuple, captions)) for generated, captions in pairs])
 
     @property
     def perplexity_counts(self) -> Floats:
@@ -89,17 +92,19 @@ class Descriptions:
         return np.stack([self.nll, self.predicted], axis=1)
 
     @cached_property
-    def by_chance(self) -> "Descriptions":
+    def chance(self) -> "Descriptions":
         """For each image a caption drawn from all captions of the dataset."""
-        every = [one for own in self.captions for one in own]
-        drawn = np.random.Generator(np.random.Philox(0)).integers(len(every), size=len(self.captions))
-        return replace(self, generated=[every[i] for i in drawn])
+        pool = list(chain.from_iterable(self.captions))
+        drawn = np.random.Generator(np.random.Philox(0)).integers(len(pool), size=len(self.captions))
+        return replace(self, generated=[pool[i] for i in drawn])
 
     @property
     def exact_chance(self) -> float:
         """The probability that a caption drawn from all captions of the dataset is one of the image's own."""
-        copies = Counter(tuple(one) for own in self.captions for one in own)
-        hits = sum(copies[one] for own in self.captions for one in {tuple(one) for one in own})
+        copies = Counter(map(tuple, chain.from_iterable(self.captions)))
+        hits = 0
+        for captions in self.captions:
+            hits += sum(copies[caption] for caption in set(map(tuple, captions)))
         return hits / (copies.total() * len(self.captions))
 
 
@@ -111,8 +116,9 @@ def _ngrams(tokens: Tokens) -> Iterator[tuple[str, ...]]:
 
 def _bleu_row(generated: Tokens, captions: Sequence[Tokens]) -> list[int]:
     length = len(generated)
-    closest = min((abs(len(one) - length), len(one)) for one in captions)[1]
-    most = reduce(or_, (Counter(_ngrams(one)) for one in captions))  # of each n-gram in one caption
+    closest = min(map(len, captions), key=lambda other: (abs(other - length), other))
+    # the most of each n-gram in one caption
+    most = reduce(or_, (Counter(_ngrams(caption)) for caption in captions))
     matches = [0] * _LONGEST
     for ngram, count in Counter(_ngrams(generated)).items():
         matches[len(ngram) - 1] += min(count, most[ngram])
@@ -147,36 +153,37 @@ def cider_d(generated: Sequence[Tokens], captions: Sequence[Sequence[Tokens]]) -
         generated: N generated captions.
         captions: the true captions of each image.
     """
-    documents = Counter(ngram for own in captions for ngram in {gram for one in own for gram in _ngrams(one)})
+    documents: Counter[tuple[str, ...]] = Counter()
+    for image_captions in captions:
+        documents.update({ngram for caption in image_captions for ngram in _ngrams(caption)})
     images = math.log(len(captions))
 
-    def vector(tokens: Tokens) -> tuple[dict[tuple[str, ...], float], list[float]]:
-        weights = {
-            ngram: count * (images - math.log(max(1, documents[ngram])))
-            for ngram, count in Counter(_ngrams(tokens)).items()
-        }
+    def weigh_ngrams(tokens: Tokens) -> tuple[dict[tuple[str, ...], float], list[float]]:
+        """Return the weight of each n-gram, and the norm of the weights for each n."""
+        weights = {}
         squares = [0.0] * _LONGEST
-        for ngram, weight in weights.items():
+        for ngram, count in Counter(_ngrams(tokens)).items():
+            weight = count * (images - math.log(max(1, documents[ngram])))
+            weights[ngram] = weight
             squares[len(ngram) - 1] += weight**2
-        return weights, [math.sqrt(one) for one in squares]
+        return weights, list(map(math.sqrt, squares))
 
     values = []
-    for mine, own in zip(generated, captions, strict=True):
-        weights, norms = vector(mine)
+    for description, image_captions in zip(generated, captions, strict=True):
+        weights, norms = weigh_ngrams(description)
         total = 0.0
-        for one in own:
-            others, other_norms = vector(one)
-            products = [0.0] * _LONGEST
+        for caption in image_captions:
+            caption_weights, caption_norms = weigh_ngrams(caption)
+            cosines = [0.0] * _LONGEST
             for ngram, weight in weights.items():
-                other = others.get(ngram, 0.0)
-                products[len(ngram) - 1] += min(weight, other) * other
-            apart = max(0, len(mine) - 1) - max(0, len(one) - 1)
-            cosines = (
-                product / (first * second) if first and second else product
-                for product, first, second in zip(products, norms, other_norms, strict=True)
-            )
+                other = caption_weights.get(ngram, 0.0)
+                cosines[len(ngram) - 1] += min(weight, other) * other
+            for n, (first, second) in enumerate(zip(norms, caption_norms, strict=True)):
+                if first and second:
+                    cosines[n] /= first * second
+            apart = max(0, len(description) - 1) - max(0, len(caption) - 1)
             total += math.fsum(cosines) * math.exp(-(apart**2) / (2 * _SIGMA**2))
-        values.append(_HIGHEST * total / (_LONGEST * len(own)))
+        values.append(_HIGHEST * total / (_LONGEST * len(image_captions)))
     return np.array(values)
 
 
@@ -195,23 +202,25 @@ def perplexity_statistic(counts: Floats) -> Statistic:
     return statistic
 
 
-def bleu_4(found: Descriptions) -> Estimate:
+def bleu_4(descriptions: Descriptions) -> Estimate:
     """Compute BLEU-4 of the corpus with a bootstrap interval over images."""
-    return estimate_statistic(bleu_statistic(found.bleu_counts), len(found.captions))
+    return estimate_statistic(bleu_statistic(descriptions.bleu_counts), len(descriptions.captions))
 
 
-def mean_cider_d(found: Descriptions) -> Estimate:
+def mean_cider_d(descriptions: Descriptions) -> Estimate:
     """Compute the mean CIDEr-D; its bootstrap interval takes the document frequencies as given."""
-    tenth = estimate_mean(found.cider / _HIGHEST)
-    value, low, high = (_HIGHEST * one for one in (tenth.value, tenth.low, tenth.high))
-    return Estimate(value=value, low=low, high=high, n=tenth.n)
+    tenth = estimate_mean(descriptions.cider / _HIGHEST)
+    return Estimate(
+        value=_HIGHEST * tenth.value, low=_HIGHEST * tenth.low, high=_HIGHEST * tenth.high, n=tenth.n
+    )
 
 
-def exact_match(found: Descriptions) -> Estimate:
+def exact_match(descriptions: Descriptions) -> Estimate:
     """Compute the fraction of images whose caption is one of the true ones, compared by their tokens."""
-    return estimate_proportion(int(found.exact.sum()), len(found.captions))
+    return estimate_proportion(int(descriptions.exact.sum()), len(descriptions.captions))
 
 
-def perplexity(found: Descriptions) -> Estimate:
+def perplexity(descriptions: Descriptions) -> Estimate:
     """Compute the perplexity of the true captions with a bootstrap interval over images."""
-    return estimate_statistic(perplexity_statistic(found.perplexity_counts), len(found.captions))
+    statistic = perplexity_statistic(descriptions.perplexity_counts)
+    return estimate_statistic(statistic, len(descriptions.captions))

@@ -3,14 +3,12 @@
 Dimensions: N images, C classes, G groups, B bins, P pairs of classes, R resamples.
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
 from clipkit.inference import wilson_interval
 from eval.metrics.intervals import (
     Bools,
@@ -54,7 +52,7 @@ def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
         correct: (N,) bool.
         labels: (N,) int64.
     """
-    right, total = _counts(correct, labels)
+    right, total = _count_present(correct, labels)
     return float((right / total).mean())
 
 
@@ -64,8 +62,9 @@ def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, flo
     Each end is the wider of the bootstrap's and of Wilson's at the effective number of images, C² / Σ 1/nᵢ. The
     bootstrap is far too narrow if most classes are all right or all wrong, and Wilson's if only small classes vary.
     """
-    right, total = _counts(correct, labels)
-    value, trials = float((right / total).mean()), effective_trials(total)
+    right, total = _count_present(correct, labels)
+    value = float((right / total).mean())
+    trials = effective_trials(total)
     wilson = wilson_interval(value * trials, trials)
 
     def mean(drawn: Ints) -> Floats:
@@ -84,7 +83,7 @@ def effective_trials(sizes: Floats | Ints) -> float:
     return len(sizes) ** 2 / float((1 / sizes).sum())
 
 
-def _counts(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
+def _count_present(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
     """Count the correct images and all images of every class that has any."""
     label = labels.cpu().numpy()
     total = np.bincount(label)
@@ -93,27 +92,8 @@ def _counts(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
     return right[present].astype(np.float64), total[present].astype(np.float64)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PerClass:
-    """Accuracy by class.
-
-    Attributes:
-        right: (C,) int64, number of correct images.
-        total: (C,) int64, number of images.
-        accuracy: (C,) float64 in 0 … 1; NaN for a class without images.
-        low: (C,) float64, lower end of Wilson's 95% interval; 0 for a class without images.
-        high: (C,) float64, upper end; 1 for a class without images.
-    """
-
-    right: Ints
-    total: Ints
-    accuracy: Floats
-    low: Floats
-    high: Floats
-
-
-def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClass:
-    """Compute the accuracy (recall) of each class.
+def count_correct(correct: Tensor, labels: Tensor, classes: int) -> tuple[Ints, Ints]:
+    """Count the correct images and all images of each class, both (C,) int64.
 
     Args:
         correct: (N,) bool.
@@ -121,12 +101,8 @@ def per_class_accuracy(correct: Tensor, labels: Tensor, classes: int) -> PerClas
         classes: number of classes, including those without images.
     """
     label = labels.cpu().numpy()
-    total = np.bincount(label, minlength=classes)
     right = np.bincount(label[correct.cpu().numpy()], minlength=classes)
-    accuracy = np.divide(right, total, out=np.full(classes, np.nan), where=total > 0)
-    ends = [wilson_interval(hits, n) for hits, n in zip(right.tolist(), total.tolist(), strict=True)]
-    low, high = np.array(ends, dtype=np.float64).reshape(-1, 2).T
-    return PerClass(right=right, total=total, accuracy=accuracy, low=low, high=high)
+    return right, np.bincount(label, minlength=classes)
 
 
 def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
@@ -147,7 +123,8 @@ def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
 
 def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
     """Return ``f1_macro`` as a statistic of the drawn images."""
-    label, guess = labels.cpu().numpy(), predicted.cpu().numpy()
+    label = labels.cpu().numpy()
+    guess = predicted.cpu().numpy()
     present = np.unique(label)
     by_label = np.argsort(label, kind="stable")
     starts = np.searchsorted(label[by_label], present)
@@ -155,7 +132,7 @@ def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
     counted = np.flatnonzero(np.isin(guess, present))
     by_guess = counted[np.argsort(guess[counted], kind="stable")]
     guessed, guess_starts = np.unique(guess[by_guess], return_index=True)
-    places = np.searchsorted(present, guessed)
+    columns = np.searchsorted(present, guessed)
 
     def f1(drawn: Ints) -> Floats:
         ordered = drawn[:, by_label]
@@ -163,7 +140,7 @@ def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
         hits = np.add.reduceat(ordered * right, starts, axis=1)  # TP
         claimed = np.zeros_like(total)  # TP + FP
         if len(guessed):
-            claimed[:, places] = np.add.reduceat(drawn[:, by_guess], guess_starts, axis=1)
+            claimed[:, columns] = np.add.reduceat(drawn[:, by_guess], guess_starts, axis=1)
         score = np.where(total > 0, 2 * hits / np.maximum(total + claimed, 1), 0.0)
         result: Floats = score.sum(axis=1) / (total > 0).sum(axis=1)
         return result
@@ -199,14 +176,14 @@ def calibration_bins(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> 
         correct: (N,) bool.
         bins: number of bins; an edge belongs to the bin below it, as in Guo et al. (2017).
     """
-    sure, right, index = _binned(confidence, correct, bins)
-    used, place, count = np.unique(index, return_inverse=True, return_counts=True)
+    sure, right, index = _assign_bins(confidence, correct, bins)
+    used, bar, count = np.unique(index, return_inverse=True, return_counts=True)
     return CalibrationBins(
         low=used / bins,
         high=(used + 1) / bins,
         count=count,
-        confidence=np.bincount(place, sure) / count,
-        accuracy=np.bincount(place, right) / count,
+        confidence=np.bincount(bar, sure) / count,
+        accuracy=np.bincount(bar, right) / count,
     )
 
 
@@ -222,7 +199,7 @@ def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int
         correct: (N,) bool.
         bins: number of bins.
     """
-    sure, right, index = _binned(confidence, correct, bins)
+    sure, right, index = _assign_bins(confidence, correct, bins)
     order = np.argsort(index, kind="stable")
     starts = np.unique(index[order], return_index=True)[1]
     excess = (sure - right)[order]
@@ -232,11 +209,12 @@ def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int
         result: Floats = np.abs(by_bin).sum(axis=1) / drawn.sum(axis=1)
         return result
 
-    found = estimate_statistic(error, len(confidence))
-    return replace(found, low=max(0.0, 2 * found.value - found.high), high=2 * found.value - found.low)
+    percentile = estimate_statistic(error, len(confidence))
+    twice = 2 * percentile.value
+    return replace(percentile, low=max(0.0, twice - percentile.high), high=twice - percentile.low)
 
 
-def _binned(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Floats, Floats, Ints]:
+def _assign_bins(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Floats, Floats, Ints]:
     """Return confidence, correctness, and the bin of each image in 0 … bins-1."""
     sure = confidence.double().cpu().numpy()
     broken = np.isnan(sure)
@@ -280,8 +258,8 @@ class Confusion:
         """
         assert classes <= _LARGEST, f"a confusion matrix of {classes:,} classes"
         matrix = np.zeros((classes, classes), dtype=np.int64)
-        known = self.predicted >= 0
-        matrix[self.label[known], self.predicted[known]] = self.count[known]
+        has_class = self.predicted >= 0
+        matrix[self.label[has_class], self.predicted[has_class]] = self.count[has_class]
         return matrix
 
 
@@ -293,21 +271,21 @@ def count_confusion(predicted: Tensor, labels: Tensor) -> Confusion:
         labels: (N,) int64, at least 0.
     """
     label = labels.cpu().numpy()
-    return _confusion(label, predicted.cpu().numpy(), np.ones(len(label), dtype=np.int64))
+    return _sum_pairs(label, predicted.cpu().numpy(), np.ones(len(label), dtype=np.int64))
 
 
-def merge_superclasses(of_classes: Confusion, superclass: Tensor) -> Confusion:
+def merge_superclasses(class_confusion: Confusion, superclass: Tensor) -> Confusion:
     """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake.
 
     Args:
-        of_classes: confusion of classes.
+        class_confusion: confusion of classes.
         superclass: (C,) int64, at least 0, the superclass of each class.
     """
     group = np.append(superclass.cpu().numpy(), -1)  # a prediction of -1 stays -1
-    return _confusion(group[of_classes.label], group[of_classes.predicted], of_classes.count)
+    return _sum_pairs(group[class_confusion.label], group[class_confusion.predicted], class_confusion.count)
 
 
-def _confusion(label: Ints, predicted: Ints, weight: Ints) -> Confusion:
+def _sum_pairs(label: Ints, predicted: Ints, weight: Ints) -> Confusion:
     base = int(max(label.max(initial=0), predicted.max(initial=0))) + 2
     code, index = np.unique(label * base + predicted + 1, return_inverse=True)
     count = np.bincount(index, weight, minlength=len(code)).astype(np.int64)
@@ -346,11 +324,11 @@ def anchor_accuracy(predicted: Tensor, labels: Tensor, anchors: Tensor, *, nearb
         nearby: whether labels must be predicted for all images of an anchor.
     """
     right = labels.gather(1, predicted[:, None])[:, 0]
-    own = (anchors == torch.arange(len(anchors))).nonzero()[:, 0]  # (M,)
+    is_anchor = anchors == torch.arange(len(anchors))  # (N,)
     counted = right
     if nearby:
         counted = torch.ones_like(right).scatter_reduce(0, anchors, right, "amin")
-    return estimate_proportion(int(counted[own].sum()), len(own))
+    return estimate_proportion(int(counted[is_anchor].sum()), int(is_anchor.sum()))
 
 
 def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate | None:
@@ -366,43 +344,35 @@ def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate 
         The estimate, or None if no image counts.
     """
     conflict = shapes != textures
-    by_shape, by_texture = conflict & (predicted == shapes), conflict & (predicted == textures)
+    by_shape = conflict & (predicted == shapes)
+    by_texture = conflict & (predicted == textures)
     count = int((by_shape | by_texture).sum())
     return estimate_proportion(int(by_shape.sum()), count) if count else None
 
 
-def worst_group_accuracy(correct: Tensor, groups: Tensor, *, ignore: Collection[int] = ()) -> Estimate:
+def worst_group_accuracy(correct: Tensor, groups: Tensor) -> Estimate:
     """Compute the accuracy of the worst group; WILDS calls it ``acc_worst_region`` (FMoW) or ``acc_wg``.
 
     (WILDS, Koh et al. 2021, arXiv 2012.07421; DataComp, Gadre et al. 2023, arXiv 2304.14108.) WILDS ignores FMoW's
-    region "Other"; DataComp includes it, so that a region of 4 images can determine the value.
+    region "Other"; DataComp includes it, as here, so that a region of 4 images can determine the value.
 
     The interval is that of the true accuracy of the worst group, whichever it is: from the lowest lower end of the
     groups' Wilson intervals to the lowest upper end, the latter corrected for the number of groups.
 
     Args:
-        correct: (N,) bool; ``ranks < 5`` for top-5 accuracy.
+        correct: (N,) bool; ``ranks < 5`` for top-5 accuracy. N ≥ 1.
         groups: (N,) integers, the group of each image.
-        ignore: groups to leave out.
 
     Returns:
         The accuracy; ``n`` is the number of images of the worst group.
-
-    Raises:
-        DataError: no group is left.
     """
-    number = groups.cpu().numpy().astype(np.int64)
-    kept = ~np.isin(number, list(ignore))
-    used, index = np.unique(number[kept], return_inverse=True)
-    if not len(used):
-        raise DataError("worst-group accuracy needs at least one image in a group that is not ignored")
-    totals = np.bincount(index, minlength=len(used))
-    rights = np.bincount(index[correct.cpu().numpy()[kept]], minlength=len(used))
-    worst = int((rights / totals).argmin())
-    counts = list(zip(rights.tolist(), totals.tolist(), strict=True))
+    names, index = np.unique(groups.cpu().numpy(), return_inverse=True)
+    right, total = count_correct(correct, torch.from_numpy(index), len(names))
+    worst = int((right / total).argmin())
+    counts = list(zip(right.tolist(), total.tolist(), strict=True))
     return Estimate(
         value=counts[worst][0] / counts[worst][1],
-        low=min(wilson_interval(right, n)[0] for right, n in counts),
-        high=min(wilson_interval(right, n, miss=0.05 / len(used))[1] for right, n in counts),
+        low=min(wilson_interval(hits, n)[0] for hits, n in counts),
+        high=min(wilson_interval(hits, n, miss=0.05 / len(names))[1] for hits, n in counts),
         n=counts[worst][1],
     )

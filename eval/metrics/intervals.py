@@ -49,28 +49,29 @@ def estimate_proportion(hits: int, n: int) -> Estimate:
     return Estimate(value=hits / n, low=low, high=high, n=n)
 
 
-def draw_resamples(counts: Ints, *, cost: int = 1, number: int | None = None) -> Iterator[Ints]:
+def draw_resamples(counts: Ints, *, cost: int = 1, most: int | None = None) -> Iterator[Ints]:
     """Draw as many items as there are, with replacement; the same arguments give the same draws.
 
     Args:
-        counts: (N,) int64, the number of identical items at each place.
+        counts: (N,) int64, the number of identical items of each kind.
         cost: how often each draw is processed, such as once per class.
-        number: number of resamples, 1,000 by default; reduced, down to 100, for large datasets.
+        most: number of resamples, 1,000 by default; reduced, down to 100, for large datasets.
 
     Yields:
-        (≤ R, N) int64, how often each place was drawn, for a block of resamples.
+        (≤ R, N) int64, how often each kind was drawn, for a block of resamples.
     """
-    places, n = len(counts), int(counts.sum())
-    number = number or _RESAMPLES
-    number = max(min(_FEWEST, number), min(number, _MOST_DRAWN // (places * cost)))
-    rows = max(1, _DRAWN // places)
+    most = most or _RESAMPLES
+    kinds = len(counts)
+    n = int(counts.sum())
+    total = max(min(_FEWEST, most), min(most, _MOST_DRAWN // (kinds * cost)))
+    rows = max(1, _DRAWN // kinds)
     random = np.random.Generator(np.random.Philox(0))
-    distinct = n == places and bool((counts == 1).all())
-    for start in range(0, number, rows):
-        size = min(rows, number - start)
+    distinct = n == kinds and bool((counts == 1).all())
+    for start in range(0, total, rows):
+        size = min(rows, total - start)
         if distinct:
-            drawn = random.integers(places, size=(size, places)) + np.arange(size)[:, None] * places
-            yield np.bincount(drawn.ravel(), minlength=size * places).reshape(size, places)
+            drawn = random.integers(kinds, size=(size, kinds)) + np.arange(size)[:, None] * kinds
+            yield np.bincount(drawn.ravel(), minlength=size * kinds).reshape(size, kinds)
         else:
             yield random.multinomial(n, counts / n, size=size)
 
@@ -104,16 +105,17 @@ def estimate_statistic(statistic: Statistic, n: int, *, trials: float = 0.0, cos
     low, high = bootstrap_interval(statistic, np.ones(n, dtype=np.int64), cost=cost)
     if trials > 0:
         wilson = wilson_interval(min(max(value, 0.0), 1.0) * trials, trials)
-        low, high = min(low, wilson[0]), max(high, wilson[1])
+        low = min(low, wilson[0])
+        high = max(high, wilson[1])
     return Estimate(value=value, low=min(low, value), high=max(high, value), n=n)
 
 
 def mean_statistic(values: Tensor | Floats) -> Statistic:
     """Return the mean of (N,) values as a statistic."""
-    own = np.asarray(values, dtype=np.float64)
+    array = np.asarray(values, dtype=np.float64)
 
     def mean(drawn: Ints) -> Floats:
-        result: Floats = drawn @ own / drawn.sum(axis=1)
+        result: Floats = drawn @ array / drawn.sum(axis=1)
         return result
 
     return mean
@@ -121,9 +123,10 @@ def mean_statistic(values: Tensor | Floats) -> Statistic:
 
 def estimate_mean(values: Tensor | Floats) -> Estimate:
     """Estimate the mean of (N,) values in 0 … 1, N ≥ 1: bootstrap, or Wilson's interval if all are equal."""
-    own = np.asarray(values, dtype=np.float64)
-    distinct, counts = np.unique(own, return_counts=True)
-    mean, n = float(own.mean()), len(own)
+    array = np.asarray(values, dtype=np.float64)
+    distinct, counts = np.unique(array, return_counts=True)
+    mean = float(array.mean())
+    n = len(array)
     if len(distinct) == 1:
         low, high = wilson_interval(mean * n, n)
     else:
@@ -157,7 +160,8 @@ def mcnemar(only_first: int, only_second: int) -> float:
         only_first: items that only the first model has right.
         only_second: items that only the second model has right.
     """
-    n, fewer = only_first + only_second, min(only_first, only_second)
+    n = only_first + only_second
+    fewer = min(only_first, only_second)
     if 2 * fewer >= n:  # the two tails overlap
         return 1.0
     return min(1.0, 2 * float(coin_probabilities(n, fewer).sum()))
@@ -174,8 +178,10 @@ def compare_correct(first: Tensor, second: Tensor) -> Comparison:
         second: (N,) bool, likewise of the second model.
     """
     n = len(first)
-    only_first, only_second = int((first & ~second).sum()), int((second & ~first).sum())
-    less, more = (only_first + 1) / (n + 2), (only_second + 1) / (n + 2)
+    only_first = int((first & ~second).sum())
+    only_second = int((second & ~first).sum())
+    less = (only_first + 1) / (n + 2)
+    more = (only_second + 1) / (n + 2)
     half = _Z95 * math.sqrt((less + more - (more - less) ** 2) / (n + 2))
     return Comparison(
         difference=(only_second - only_first) / n,
@@ -199,7 +205,7 @@ def compare_statistics(first: Statistic, second: Statistic, n: int) -> Compariso
 
 def _compare(difference: Statistic, counts: Ints) -> Comparison:
     value = float(difference(counts[None])[0])
-    drawn = np.concatenate([difference(block) for block in draw_resamples(counts, number=_PAIRED_RESAMPLES)])
+    drawn = np.concatenate([difference(block) for block in draw_resamples(counts, most=_PAIRED_RESAMPLES)])
     drawn = drawn[~np.isnan(drawn)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     beside = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))

@@ -42,13 +42,16 @@ def recall_at_k(
             bootstrap over clusters, because Wilson's assumes independence.
     """
     copies = torch.ones_like(ranks) if weight is None else weight
-    hits, n = int(copies[ranks < k].sum()), int(copies.sum())
+    hits = int(copies[ranks < k].sum())
+    n = int(copies.sum())
     if cluster is None:
         return estimate_proportion(hits, n)
     _, index = np.unique(cluster.cpu().numpy(), return_inverse=True)
     each = copies.cpu().numpy()
-    found = np.bincount(index, each * (ranks < k).cpu().numpy())
-    cells, counts = np.unique(np.stack([found, np.bincount(index, each)]), axis=1, return_counts=True)
+    hits_of_cluster = np.bincount(index, each * (ranks < k).cpu().numpy())
+    cells, counts = np.unique(
+        np.stack([hits_of_cluster, np.bincount(index, each)]), axis=1, return_counts=True
+    )
     if hits in (0, n):  # all resamples would be equal
         low, high = wilson_interval(hits * int(counts.sum()) / n, int(counts.sum()))
     else:
@@ -63,8 +66,8 @@ def mean_rank(ranks: Tensor, weight: Tensor | None = None) -> Estimate:
         ranks: (Q,) int64 of ``match_ranks`` (from 0), Q ≥ 1.
         weight: (Q,) int64, the number of copies of each query; 1 by default.
     """
-    places, counts = _places(ranks, weight)
-    statistic = mean_statistic(places.astype(np.float64))
+    distinct, counts = _count_ranks(ranks, weight)
+    statistic = mean_statistic(distinct.astype(np.float64))
     value = float(statistic(counts[None])[0])
     low, high = bootstrap_interval(statistic, counts)
     return Estimate(value=value, low=min(low, value), high=max(high, value), n=int(counts.sum()))
@@ -80,23 +83,25 @@ def median_rank(ranks: Tensor, weight: Tensor | None = None) -> Estimate:
         ranks: (Q,) int64 of ``match_ranks`` (from 0), Q ≥ 1.
         weight: (Q,) int64, the number of copies of each query; 1 by default.
     """
-    places, counts = _places(ranks, weight)
-    n, cumulative = int(counts.sum()), counts.cumsum()
+    distinct, counts = _count_ranks(ranks, weight)
+    n = int(counts.sum())
+    cumulative = counts.cumsum()
 
-    def at(place: int) -> float:  # order statistic, from 0
-        return float(places[np.searchsorted(cumulative, place, side="right")])
+    def order_statistic(i: int) -> float:
+        return float(distinct[np.searchsorted(cumulative, i, side="right")])
 
-    value = (at((n - 1) // 2) + at(n // 2)) / 2
+    value = (order_statistic((n - 1) // 2) + order_statistic(n // 2)) / 2
     # the number of order statistics outside the interval at each end
     outside = int((coin_probabilities(n, n // 2).cumsum() <= 0.025).sum())
-    return Estimate(value=value, low=at(outside), high=at(n - 1 - outside), n=n)
+    low = order_statistic(outside)
+    return Estimate(value=value, low=low, high=order_statistic(n - 1 - outside), n=n)
 
 
-def _places(ranks: Tensor, weight: Tensor | None) -> tuple[Ints, Ints]:
+def _count_ranks(ranks: Tensor, weight: Tensor | None) -> tuple[Ints, Ints]:
     """Return the distinct ranks, sorted and from 1, and the number of queries of each."""
-    places, index = np.unique(ranks.cpu().numpy() + 1, return_inverse=True)
-    counts = np.bincount(index, None if weight is None else weight.cpu().numpy(), minlength=len(places))
-    return places, counts.astype(np.int64)
+    distinct, index = np.unique(ranks.cpu().numpy() + 1, return_inverse=True)
+    counts = np.bincount(index, None if weight is None else weight.cpu().numpy(), minlength=len(distinct))
+    return distinct, counts.astype(np.int64)
 
 
 def chance_of_recall(right: Tensor, candidates: int, k: int) -> Tensor:
@@ -132,7 +137,6 @@ class Direction:
     cluster: Tensor | None = None
 
     def recall(self, k: int) -> Estimate:
-        """Return R@k."""
         return recall_at_k(self.ranks, k, self.weight, cluster=self.cluster)
 
     def chance(self, k: int) -> float:
@@ -200,17 +204,18 @@ def jaccard_index(similarity: Tensor, right: Tensor, case: Tensor) -> Floats:
         right: (M,) bool, whether it belongs to the cue; at least one of each cue does.
         case: (M,) int64, the cue of each candidate, in any order. The result is sorted by it.
     """
-    belongs, number = right.bool().cpu().numpy(), case.cpu().numpy()
+    belongs = right.bool().cpu().numpy()
+    cue = case.cpu().numpy()
     score = similarity.double().cpu().numpy()
     score = np.where(np.isnan(score), np.where(belongs, -np.inf, np.inf), score)
-    order = np.lexsort((belongs, -score, number))  # by cue, similarity, and wrong before right
+    order = np.lexsort((belongs, -score, cue))  # by cue, similarity, and wrong before right
     belongs = belongs[order]
-    _, starts, index = np.unique(number[order], return_index=True, return_inverse=True)
+    _, starts, index = np.unique(cue[order], return_index=True, return_inverse=True)
     picks = np.bincount(index, belongs).astype(np.int64)
     assert picks.all(), "a cue without a right candidate"
     picked = np.arange(len(index)) - starts[index] < picks[index]
-    found = np.bincount(index, belongs & picked)
-    result: Floats = found / (2 * picks - found)
+    hits = np.bincount(index, belongs & picked)
+    result: Floats = hits / (2 * picks - hits)
     return result
 
 
@@ -238,6 +243,6 @@ class Choices:
     jaccard_of_chance: Tensor = field(default_factory=lambda: torch.empty(0))
     sizes: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def cues_of(self, least: int, most: int) -> Tensor:
+    def select_cues(self, least: int, most: int) -> Tensor:
         """Return which cues have ``least`` to ``most`` candidates, (I,) bool."""
         return (self.sizes >= least) & (self.sizes <= most)

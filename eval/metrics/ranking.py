@@ -6,6 +6,8 @@ positive image and first for a negative one.
 Dimensions: N images, C classes, K positive images of a class, R resamples.
 """
 
+import math
+
 import numpy as np
 from torch import Tensor
 
@@ -22,7 +24,7 @@ from eval.metrics.intervals import (
 )
 
 
-def mean_average_precision(scores: Tensor, labels: Tensor, difficult: Tensor | None = None) -> Estimate:
+def mean_average_precision(scores: Tensor, labels: Tensor) -> Estimate:
     """Compute mAP without interpolation: the mean over classes of the mean precision at each positive image.
 
     Equals scikit-learn's ``average_precision_score(average="macro")`` and CLIP_benchmark's
@@ -32,45 +34,37 @@ def mean_average_precision(scores: Tensor, labels: Tensor, difficult: Tensor | N
     Args:
         scores: (N, C) of ``class_scores``; its ``softmax_scale`` changes the ranking.
         labels: (N, C) bool or 0 and 1.
-        difficult: (N, C) bool, images left out of a class's ranking, as VOC marks them.
-
-    Raises:
-        DataError: no class has a positive image.
     """
-    return _estimate(scores, labels, difficult, interpolated=False)
+    return _estimate_mean_precision(scores, labels, interpolated=False)
 
 
-def map_11_point(scores: Tensor, labels: Tensor, difficult: Tensor | None = None) -> Estimate:
+def map_11_point(scores: Tensor, labels: Tensor) -> Estimate:
     """Compute VOC 2007's mAP: the mean over classes of eleven interpolated precisions.
 
     These are the best precision at a recall of at least 0, 0.1, … 1 (Everingham et al. 2010), the metric of the
     CLIP paper (table 9). Recalls are compared as integers: 3 of 10 reaches 0.3, which floating point would miss.
     Arguments and errors as for ``mean_average_precision``.
     """
-    return _estimate(scores, labels, difficult, interpolated=True)
+    return _estimate_mean_precision(scores, labels, interpolated=True)
 
 
-def _estimate(scores: Tensor, labels: Tensor, difficult: Tensor | None, *, interpolated: bool) -> Estimate:
-    statistic = mean_average_precision_statistic(scores, labels, difficult, interpolated=interpolated)
-    kept = labels.bool() if difficult is None else labels.bool() & ~difficult.bool()
-    positives = kept.sum(dim=0).cpu().numpy()
+def _estimate_mean_precision(scores: Tensor, labels: Tensor, *, interpolated: bool) -> Estimate:
+    statistic = mean_average_precision_statistic(scores, labels, interpolated=interpolated)
+    positives = labels.bool().sum(dim=0).cpu().numpy()
     trials = effective_trials(positives[positives > 0])
     return estimate_statistic(statistic, len(scores), trials=trials, cost=scores.shape[1])
 
 
-def average_precisions(
-    scores: Tensor, labels: Tensor, difficult: Tensor | None = None, *, interpolated: bool = False
-) -> Floats:
+def average_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool = False) -> Floats:
     """Compute the average precision of each class, (C,) in 0 … 1; NaN for a class without positive images.
 
     Args:
         scores: (N, C).
         labels: (N, C) bool or 0 and 1.
-        difficult: (N, C) bool, images left out of a class's ranking.
         interpolated: use VOC 2007's eleven points.
     """
-    of_classes = _of_classes(scores, labels, difficult, interpolated=interpolated)
-    return np.array([evaluate_statistic(one, len(scores)) for one in of_classes])
+    statistics = _class_statistics(scores, labels, interpolated=interpolated)
+    return np.array([evaluate_statistic(statistic, len(scores)) for statistic in statistics])
 
 
 def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) -> float:
@@ -82,47 +76,44 @@ def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) ->
 
 
 def mean_average_precision_statistic(
-    scores: Tensor, labels: Tensor, difficult: Tensor | None = None, *, interpolated: bool = False
+    scores: Tensor, labels: Tensor, *, interpolated: bool = False
 ) -> Statistic:
     """Return mAP, 11-point if interpolated, as a statistic of the drawn images; DataError as for mAP."""
-    of_classes = _of_classes(scores, labels, difficult, interpolated=interpolated)
-    present = [one for one in of_classes if not np.isnan(evaluate_statistic(one, len(scores)))]
+    statistics = _class_statistics(scores, labels, interpolated=interpolated)
+    present = [
+        statistic for statistic in statistics if not math.isnan(evaluate_statistic(statistic, len(scores)))
+    ]
     if not present:
         raise DataError("average precision needs an image of at least one of the classes")
 
     def mean(drawn: Ints) -> Floats:
-        total, number = np.zeros(len(drawn)), np.zeros(len(drawn))
-        for of_class in present:
-            precision = of_class(drawn)  # (R,)
+        total = np.zeros(len(drawn))
+        count = np.zeros(len(drawn))
+        for statistic in present:
+            precision = statistic(drawn)  # (R,)
             defined = ~np.isnan(precision)
             total[defined] += precision[defined]
-            number += defined
-        result: Floats = np.divide(total, number, out=np.full(len(drawn), np.nan), where=number > 0)
+            count += defined
+        result: Floats = np.divide(total, count, out=np.full(len(drawn), np.nan), where=count > 0)
         return result
 
     return mean
 
 
-def _of_classes(
-    scores: Tensor, labels: Tensor, difficult: Tensor | None, *, interpolated: bool
-) -> list[Statistic]:
+def _class_statistics(scores: Tensor, labels: Tensor, *, interpolated: bool) -> list[Statistic]:
     """Return each class's average precision as a statistic."""
-    score, label = scores.cpu().numpy(), labels.bool().cpu().numpy()
-    kept = np.ones_like(label) if difficult is None else ~difficult.bool().cpu().numpy()
-    columns = zip(score.T, label.T, kept.T, strict=True)
-    return [_average_precision(*one, interpolated=interpolated) for one in columns]
+    columns = zip(scores.cpu().numpy().T, labels.bool().cpu().numpy().T, strict=True)
+    return [_average_precision(score, label, interpolated=interpolated) for score, label in columns]
 
 
-def _average_precision(score: Floats, label: Bools, kept: Bools, *, interpolated: bool) -> Statistic:
+def _average_precision(score: Floats, label: Bools, *, interpolated: bool) -> Statistic:
     """Return the average precision of one class as a statistic; arguments are (N,)."""
-    chosen = np.flatnonzero(kept)
-    own = label[chosen]
-    ordered = -_without_nan(score[chosen], own)
-    order = np.argsort(ordered, kind="stable")
-    ordered, own = ordered[order], own[order]
-    order = chosen[order]
-    positive = np.flatnonzero(own)  # (K,) places in the order
-    last = np.searchsorted(ordered, ordered[positive], side="right") - 1  # of those with an equal score
+    descending = -_replace_nan(score, label)
+    order = np.argsort(descending, kind="stable")
+    descending = descending[order]
+    positive = np.flatnonzero(label[order])  # (K,) ranks of the positive images
+    # the last rank with an equal score
+    last = np.searchsorted(descending, descending[positive], side="right") - 1
     last_positive = np.searchsorted(positive, last, side="right") - 1
 
     def precision(drawn: Ints) -> Floats:
@@ -130,14 +121,14 @@ def _average_precision(score: Floats, label: Bools, kept: Bools, *, interpolated
             return np.full(len(drawn), np.nan)
         ranked = drawn[:, order]
         weight = ranked[:, positive]  # (R, K)
-        found = weight.cumsum(axis=1)[:, last_positive]
-        precisions = found / np.maximum(ranked.cumsum(axis=1)[:, last], 1)
-        total = found[:, -1]
+        hits = weight.cumsum(axis=1)[:, last_positive]
+        precisions = hits / np.maximum(ranked.cumsum(axis=1)[:, last], 1)
+        total = hits[:, -1]
         if interpolated:
             best = np.maximum.accumulate(precisions[:, ::-1], axis=1)[:, ::-1]  # at this recall or more
             value = np.zeros(len(best))
             for tenths in range(11):
-                first = (10 * found < tenths * total[:, None]).sum(axis=1, keepdims=True)
+                first = (10 * hits < tenths * total[:, None]).sum(axis=1, keepdims=True)
                 value += np.take_along_axis(best, np.minimum(first, best.shape[1] - 1), axis=1)[:, 0]
             value /= 11
         else:
@@ -156,9 +147,6 @@ def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
     Args:
         scores: (N,), higher for positive; for two classes ``s[:, 1] - s[:, 0]`` of ``class_scores``.
         labels: (N,) bool or 0 and 1.
-
-    Raises:
-        DataError: all images are of one class.
     """
     statistic = roc_auc_statistic(scores, labels)
     positive = int(labels.bool().sum())
@@ -175,7 +163,7 @@ def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
     label = labels.bool().cpu().numpy()
     if label.all() or not label.any():
         raise DataError("ROC AUC needs images of both classes; all of these are of one")
-    score = _without_nan(scores.cpu().numpy(), label)
+    score = _replace_nan(scores.cpu().numpy(), label)
     order = np.argsort(score, kind="stable")
     starts = np.unique(score[order], return_index=True)[1]
     positive = label[order]
@@ -192,7 +180,7 @@ def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
     return area
 
 
-def _without_nan(score: Floats, positive: Bools) -> Floats:
+def _replace_nan(score: Floats, positive: Bools) -> Floats:
     """Replace NaN by the least favorable value."""
     result: Floats = np.where(np.isnan(score), np.where(positive, -np.inf, np.inf), score)
     return result

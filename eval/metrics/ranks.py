@@ -74,8 +74,8 @@ def class_ranks(
     with full_float32(device):
         for block, similarity in _similarity_blocks(image_features, classifier, device):
             label = labels[block, None].to(device)  # (rows, 1)
-            own = similarity.gather(1, label)  # (rows, 1)
-            ahead = ~(similarity <= own) | ((similarity == own) & (index < label))
+            right = similarity.gather(1, label)  # (rows, 1)
+            ahead = ~(similarity <= right) | ((similarity == right) & (index < label))
             ranks[block] = ahead.sum(dim=1).cpu()
     return ranks
 
@@ -111,7 +111,8 @@ def top_classes(
         device: of the computation; by default that of the features.
     """
     device = device or image_features.device
-    n, k = len(image_features), min(k, classifier.shape[1])
+    n = len(image_features)
+    k = min(k, classifier.shape[1])
     classes = torch.empty(n, k, dtype=torch.int64)
     probabilities = torch.empty(n, k)
     with full_float32(device):
@@ -127,10 +128,12 @@ def stable_top_k(similarity: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return the k largest values of each row and their columns: ties by column, NaN first; all if k is larger."""
     best, index = similarity.topk(min(k + 1, similarity.shape[1]), dim=1)  # orders ties arbitrarily
     tied = (best[:, 1:] == best[:, :-1]).any(dim=1)
-    best, index = best[:, :k], index[:, :k]
+    best = best[:, :k]
+    index = index[:, :k]
     if bool(tied.any()):
-        value, place = similarity[tied].sort(dim=1, descending=True, stable=True)
-        best[tied], index[tied] = value[:, :k], place[:, :k]
+        value, column = similarity[tied].sort(dim=1, descending=True, stable=True)
+        best[tied] = value[:, :k]
+        index[tied] = column[:, :k]
     return best, index
 
 
@@ -200,12 +203,16 @@ def match_ranks(
             similarity = queries[start:stop].to(device, torch.float32) @ transposed  # (rows, M)
             first, last = torch.searchsorted(query_of_pair, torch.tensor([start, stop])).tolist()
             row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).unbind(1)
-            own = similarity[row, column]  # of this block's pairs
-            best = own.new_full((stop - start,), -torch.inf).scatter_reduce(0, row, own, "amax")
+            right = similarity[row, column]  # of this block's pairs
+            best = right.new_full((stop - start,), -torch.inf).scatter_reduce(0, row, right, "amax")
             # includes the right candidates that reach the best; they are subtracted below
             ahead = ~(similarity < best[:, None])
-            before = ahead.sum(dim=1) if counts is None else torch.where(ahead, counts, 0).sum(dim=1)
-            off = (~(own < best[row])).long() if counts is None else (~(own < best[row])) * counts[column]
+            off = (~(right < best[row])).long()
+            if counts is None:
+                before = ahead.sum(dim=1)
+            else:
+                before = torch.where(ahead, counts, 0).sum(dim=1)
+                off = off * counts[column]
             before = before.index_add(0, row, off, alpha=-1)
             ranks[start:stop] = before.cpu()
             release_rows(queries[start:stop])
@@ -259,8 +266,8 @@ class Answers:
     def group(self, column: str) -> Tensor:
         """Return a column of the metadata, (N,) int64; DataError if there is none."""
         if column not in self.dataset.metadata:
-            known = ", ".join(self.dataset.metadata) or "none"
+            columns = ", ".join(self.dataset.metadata) or "none"
             raise DataError(
-                f"dataset {self.dataset.name}: a metric needs the metadata column {column!r}; known: {known}"
+                f"dataset {self.dataset.name}: a metric needs the metadata column {column!r}; known: {columns}"
             )
         return self.dataset.metadata[column]

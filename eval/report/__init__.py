@@ -3,6 +3,7 @@
 tables           the table of models × datasets, and all scores as CSV, LaTeX and Markdown
 run_page         the page of a training run
 comparison_page  the page over many models and datasets
+curves           means over images per class, layers and dimensions
 blocks           details of models on datasets
 charts           charts, thumbnails and numbers of the pages
 terminal         tables for the terminal

@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from clipkit.errors import DataError
 from eval.metrics import is_fraction, metric_title
-from eval.report.charts import ChartLine, Thumbnails, draw, figure, macro, number
-from eval.report.tables import AS_TRAINED, join_words, setting_name
+from eval.report.charts import ChartLine, Thumbnails, draw_chart, format_number, format_value, load_macro
+from eval.report.tables import AS_TRAINED, format_setting, join_words
 from eval.results.records import Details, Packed
 from eval.results.table import Model, ResultTable, group_by
 
@@ -35,8 +35,8 @@ class Block:
         text = join_words(
             details.task,
             f"prompts {details.prompt_set}" if details.prompt_set else "",
-            setting_name(details.task, details.setting),
-            f"C = {number(details.chosen_c)}" if details.chosen_c is not None else "",
+            format_setting(details.task, details.setting),
+            f"C = {format_number(details.chosen_c)}" if details.chosen_c is not None else "",
             f"learning rate {details.chosen_rate:g}" if details.chosen_rate is not None else "",
         )
         if details.tuned_on:
@@ -68,10 +68,10 @@ class Block:
                     points=[(float(i), recall) for i, recall in enumerate(recalls)],
                     tone=tone,
                     dots=True,
-                    summary=f"median rank {number(median(own_ranks))}",
+                    summary=f"median rank {format_number(median(own_ranks))}",
                 )
             )
-        return draw(
+        return draw_chart(
             "Found among the first k",
             lines,
             note="fraction of queries with a match among them",
@@ -80,7 +80,7 @@ class Block:
             ceiling=100,
             wide=True,
             x_name="among the first",
-            x_ticks=[(float(i), number(k)) for i, k in enumerate(first)],
+            x_ticks=[(float(i), format_number(k)) for i, k in enumerate(first)],
         )
 
     @property
@@ -141,7 +141,7 @@ def _confusion(title: str, names: Sequence[str], packed: Packed) -> dict[str, An
 
 def blocks_html(blocks: Sequence[Block], thumbnails: Thumbnails) -> Markup:
     """Render the blocks of one dataset."""
-    return macro("blocks.html", "blocks")(blocks, thumbnails)
+    return load_macro("blocks.html", "blocks")(blocks, thumbnails)
 
 
 def detail_sections(
@@ -200,7 +200,11 @@ def _sort_blocks(scores: ResultTable, details: Sequence[Details]) -> list[Block]
         row = rows.get((model, each.dataset, each.split, each.task, each.prompt_set, each.setting))
         score = ""
         if row is not None:
-            value = figure(100 * row.value, "%") if is_fraction(row.metric, row.value) else number(row.value)
+            value = (
+                format_value(100 * row.value, "%")
+                if is_fraction(row.metric, row.value)
+                else format_number(row.value)
+            )
             score = f"{metric_title(row.metric)} {value}"
         blocks.append(Block(model=scores.models[model], details=each, score=score))
     return blocks

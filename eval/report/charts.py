@@ -22,6 +22,7 @@ from eval.metrics import metric_title
 from eval.results.records import Thumbnail
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
+TONES = 8  # colors of lines and dots
 POINTS = 400  # buckets of a long curve: about one per pixel column of a phone
 _LABEL_ROOM = 12.0  # height of a reference label, in percent of the chart
 _NUMBER = (4.5, 7.0)  # width and height of a dot's number, in percent of the chart
@@ -31,13 +32,13 @@ _TINY = 16  # pixels; images up to this size are enlarged without smoothing
 Point = tuple[float, float]
 
 
-def macro(file: str, name: str) -> Callable[..., Markup]:
+def load_macro(file: str, name: str) -> Callable[..., Markup]:
     """Return a macro of a template."""
     function: Callable[..., Markup] = getattr(TEMPLATES.get_template(file).module, name)
     return function
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a number with thousands separators and three significant digits."""
     size = abs(value)
     if size >= 1e15 or not math.isfinite(value):
@@ -56,49 +57,49 @@ def _scientific(value: float) -> str:
     return f"{mantissa.rstrip('0').rstrip('.')}×10{power}"
 
 
-def figure(value: float, unit: str) -> str:
+def format_value(value: float, unit: str) -> str:
     """Format a number with its unit; percentages have the same digits everywhere on the page."""
     if unit != "%":
-        return f"{number(value)}{unit}"
+        return f"{format_number(value)}{unit}"
     return f"{value:.2f}%" if 0 < value < 0.995 else f"{value:.1f}%"
 
 
-def signed(fraction: float) -> str:
+def format_points(fraction: float) -> str:
     """Format a difference of fractions in percentage points, with its sign."""
     return f"{100 * fraction:+.1f}".replace("-", "−").replace("+0.0", "0.0").replace("−0.0", "0.0")
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for limit, length, unit in ((90, 1, "seconds"), (5400, 60, "minutes"), (172_800, 3600, "hours")):
         if seconds < limit:
-            return f"{number(round(seconds / length, 1))} {unit}"
-    return f"{number(round(seconds / 86_400, 1))} days"
+            return f"{format_number(round(seconds / length, 1))} {unit}"
+    return f"{format_number(round(seconds / 86_400, 1))} days"
 
 
-def value_text(value: object) -> str:
+def format_field(value: object) -> str:
     """Format a value of a results line."""
     if value is None:
         return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {value_text(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {format_field(each)}" for key, each in value.items())
     if isinstance(value, float):
-        return number(value)
+        return format_number(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 TEMPLATES.filters |= {
     "metric_name": metric_title,
-    "number": number,
-    "figure": figure,
-    "signed": signed,
-    "duration": _duration,
-    "value": value_text,
+    "number": format_number,
+    "figure": format_value,
+    "signed": format_points,
+    "duration": _format_duration,
+    "value": format_field,
     "percent": lambda value: "<0.1%" if 0 < value < 0.0005 else f"{value * 100:.1f}%",
     "minus": lambda text: text.replace("-", "−"),
 }
 
 
-def smooth(points: Sequence[Point], window: float) -> list[Point]:
+def smooth_points(points: Sequence[Point], window: float) -> list[Point]:
     """Average exponentially over about ``window`` points, corrected for the bias toward the first."""
     keep = 1 - 1 / max(1.0, window)
     mean = weight = 0.0
@@ -110,7 +111,9 @@ def smooth(points: Sequence[Point], window: float) -> list[Point]:
     return out
 
 
-def downsample(points: Sequence[Point], count: int = POINTS) -> list[tuple[float, float, float, float]]:
+def downsample_points(
+    points: Sequence[Point], count: int = POINTS
+) -> list[tuple[float, float, float, float]]:
     """Summarize points in at most ``count`` buckets (x, last, low, high), which keep every peak."""
     buckets = min(count, len(points))
     out = []
@@ -240,7 +243,7 @@ class _Scale:
         return self.points([*upper, *((x, low) for x, low, _ in reversed(line.band))])
 
 
-def draw(
+def draw_chart(
     title: str,
     lines: Sequence[ChartLine],
     *,
@@ -281,11 +284,11 @@ def draw(
     y_ticks = _ticks(low, high)
     # if a number needs it, all are in scientific notation
     is_plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)
-    y_texts = [number(y) if is_plain or y == 0 else _scientific(y) for y in y_ticks]
+    y_texts = [format_number(y) if is_plain or y == 0 else _scientific(y) for y in y_ticks]
     labels = dict(x_ticks)
     if not x_ticks:
         steps = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
-        x_ticks = [(x, number(x)) for x in steps or [scale.x0]]
+        x_ticks = [(x, format_number(x)) for x in steps or [scale.x0]]
         x_ticks[-1] = x_ticks[-1][0], f"{x_ticks[-1][1]} {x_name}s"
     positions = []
     for x, label in x_ticks:
@@ -304,10 +307,12 @@ def draw(
             is_crowded = any(top - _LABEL_ROOM < end <= top for end in ends)
             below = top < _LABEL_ROOM or (is_crowded and top < 100 - _LABEL_ROOM)
             references.append((top, below, line.name))
-            words.append(f"{line.name} at {figure(y1, unit)}")
+            words.append(f"{line.name} at {format_value(y1, unit)}")
         else:
-            start, end = (f"{x_name} {labels.get(x) or number(x)}" for x in (x0, x1))
-            words.append(f"{line.name} from {figure(y0, unit)} at {start} to {figure(y1, unit)} at {end}")
+            start, end = (f"{x_name} {labels.get(x) or format_number(x)}" for x in (x0, x1))
+            words.append(
+                f"{line.name} from {format_value(y0, unit)} at {start} to {format_value(y1, unit)} at {end}"
+            )
     read_out = {
         "unit": unit,
         "name": x_name,
@@ -316,7 +321,7 @@ def draw(
         "y": [scale.y0, scale.y1],
         "lines": [line.read_out for line in lines],
     }
-    return macro("charts.html", "chart")(
+    return load_macro("charts.html", "chart")(
         title,
         lines,
         scale,
@@ -331,7 +336,7 @@ def draw(
     )
 
 
-TEMPLATES.globals["draw"] = draw
+TEMPLATES.globals["draw_chart"] = draw_chart
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -369,7 +374,7 @@ class Dot:
     tone: int = 1
 
 
-def scatter(
+def draw_scatter(
     title: str,
     dots: Sequence[Dot],
     *,
@@ -417,7 +422,7 @@ def scatter(
         )
         numbers.append(next(free, sides[0]))
         taken.append(numbers[-1])
-    return macro("charts.html", "scatter")(
+    return load_macro("charts.html", "scatter")(
         title,
         list(zip(order, places, numbers, strict=True)),
         [
@@ -425,7 +430,7 @@ def scatter(
             for first, last, dashed in lines
         ],
         scale.points([] if lines else [(math.log10(dot.x), dot.y) for dot in frontier]),
-        x_ticks=[(scale.left(math.log10(x)), number(x)) for x in ticks],
+        x_ticks=[(scale.left(math.log10(x)), format_number(x)) for x in ticks],
         y_ticks=[bottom + i * step for i in range(round((top - bottom) / step) + 1)],
         scale=scale,
         x_unit=x_unit,

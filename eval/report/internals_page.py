@@ -37,11 +37,7 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def run_internals(options: InternalsOptions) -> int:
-    """Run the command and return its exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command and return its exit status."""
     if not 1 <= len(options.model) <= 2:
         raise ConfigError(f"{len(options.model)} models: internals shows one, or two side by side")
     out = options.out
@@ -64,11 +60,7 @@ def run_internals(options: InternalsOptions) -> int:
 
 
 def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalDataset, count: int) -> str:
-    """Return the page of one model or two for ``count`` images of a dataset, evenly spaced.
-
-    Raises:
-        DataError: an image is damaged, or there are fewer than 4.
-    """
+    """Return the page of one model or two for ``count`` images of a dataset, evenly spaced."""
     numbers = sorted({round(place) for place in np.linspace(0, len(dataset) - 1, min(count, len(dataset)))})
     if len(numbers) < 4:
         raise DataError(f"dataset {dataset.name} has {len(dataset)} images: internals needs at least 4")

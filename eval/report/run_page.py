@@ -27,13 +27,13 @@ from eval.report.charts import (
     Headline,
     Point,
     Thumbnails,
-    downsample,
-    figure,
-    number,
-    smooth,
-    value_text,
+    downsample_points,
+    format_field,
+    format_number,
+    format_value,
+    smooth_points,
 )
-from eval.report.tables import TableRow, join_words, setting_name
+from eval.report.tables import TableRow, build_row, format_setting, join_words
 from eval.results.records import (
     Snapshot,
     find_snapshots,
@@ -137,11 +137,7 @@ class RunFolder:
 
 
 def read_run_folder(run: Path) -> RunFolder:
-    """Read a run folder; any file may be missing, and the last line of any may be cut short.
-
-    Raises:
-        DataError: there is no such folder, it cannot be read, or it has no files of a training.
-    """
+    """Read a run folder; any file may be missing, and the last line of any may be cut short."""
     try:
         if not run.is_dir():
             raise DataError(f"no run folder at {run}")
@@ -237,8 +233,8 @@ def _read(run: Path) -> RunFolder:
                 first_bad.append((str(line.get("shard", "")), str(line.get("key", "")), str(cause)))
     if bad_samples:
         notes.append(
-            f"{number(bad_samples)} samples could not be used and were replaced; the causes are at the end of the "
-            "page."
+            f"{format_number(bad_samples)} samples could not be used and were replaced; the causes are at the end "
+            "of the page."
         )
     return RunFolder(
         name=run.resolve().name,
@@ -288,16 +284,19 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         title=folder.name,
         run=folder,
         notes=folder.notes,
-        headlines=headlines(folder.results, folder.step),
+        headlines=select_headlines(folder.results, folder.step),
         lines=_training_lines(folder),
-        terms={name: _noisy("loss", points, number(points[-1][1])) for name, points in folder.terms.items()},
+        terms={
+            name: _noisy("loss", points, format_number(points[-1][1]))
+            for name, points in folder.terms.items()
+        },
         utilization=_utilization_line(folder.curve("mfu")),
         score_charts=_score_charts(folder),
         thumbnails=Thumbnails(),
         has_heatmaps=any(example.heat for snapshot in last for example in snapshot.examples),
         has_classes=any(hit.right is not None for query in queries for hit in query.hits),
         similarities=_compare_similarities,
-        newest=newest(folder.results),
+        newest=select_newest(folder.results),
         row=_row,
         series_name=partial(_series_name, known={result.series for result in folder.results}),
         provenance=_list_provenance(_select_headlined(folder.results)),
@@ -328,7 +327,7 @@ def _search(run: Path, datasets: Sequence[str]) -> str:
     return ""
 
 
-def newest(results: Sequence[Result]) -> list[Result]:
+def select_newest(results: Sequence[Result]) -> list[Result]:
     """Select the last score of each metric, series by series; series scored in training come first."""
     last = {result.what: result for result in results}
     trained = {result.series for result in results if result.scored_in_training}
@@ -349,7 +348,7 @@ def _select_headlined(results: Sequence[Result]) -> list[Result]:
 
 
 def _row(result: Result) -> TableRow:
-    return TableRow(metric=result.metric, values=(result.value,), cells=(result,))
+    return build_row(result.metric, [result])
 
 
 def _series_name(result: Result, known: Collection[Series]) -> str:
@@ -362,7 +361,7 @@ def _series_name(result: Result, known: Collection[Series]) -> str:
     prompts = f"prompts {result.prompt_set}" if result.prompt_set else "no prompts"
     return join_words(
         result.task,
-        setting_name(result.task, result.setting),
+        format_setting(result.task, result.setting),
         prompts if len(prompt_sets) > 1 else "",
         f"split {result.split}" if result.split != TEST or len(splits) > 1 else "",
     )
@@ -377,7 +376,7 @@ def _group_metrics(results: Iterable[Result]) -> dict[Series, dict[str, list[Res
     return groups
 
 
-def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
+def select_headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
     """Select the main metric of each dataset scored in training; scores of another step than ``step`` say so."""
     known = {result.series for result in results}
     shown = [result for result in _select_headlined(results) if not PREFIX.fullmatch(result.setting)]
@@ -387,20 +386,20 @@ def headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
         row = _row(result)
         details = []
         if result.step != step:
-            details.append(f"step {number(result.step)}")
+            details.append(f"step {format_number(result.step)}")
         if result.interval is not None:
             low, high = result.interval
-            details.append(f"95% interval {row.figure(low)} to {row.figure(high)}")
+            details.append(f"95% interval {row.format_value(low)} to {row.format_value(high)}")
         if result.chance is not None:
-            details.append(f"chance {row.figure(result.chance)}")
+            details.append(f"chance {row.format_value(result.chance)}")
         if result.n is not None:
-            details.append(f"n = {number(result.n)}")
+            details.append(f"n = {format_number(result.n)}")
         unit = "%" if row.in_percent else ""
         selected.append(
             Headline(
                 dataset=result.dataset,
                 what=f"{_series_name(result, known)} {metric_title(result.metric)}".strip(),
-                figure=row.figure(result.value).removesuffix(unit),
+                figure=row.format_value(result.value).removesuffix(unit),
                 unit=unit,
                 details=details,
                 value=result.value if unit else None,
@@ -417,7 +416,7 @@ def _list_provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     for result in results:
         for key, value in result.line.items():
             if value is not None and key not in _SCORE_FIELDS:
-                values.setdefault(key, {})[result.dataset] = value_text(value)
+                values.setdefault(key, {})[result.dataset] = format_field(value)
     datasets = {result.dataset for result in results}
     facts = []
     for key, by_dataset in values.items():
@@ -461,11 +460,11 @@ def _compare_similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | Non
 def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
     """Return the lines of the charts of what is logged at each step."""
     loss = run.curve("loss")
-    losses = [_noisy("loss", loss, number(loss[-1][1]) if loss else None)]
+    losses = [_noisy("loss", loss, format_number(loss[-1][1]) if loss else None)]
     if chance := run.curve("chance"):
         losses.append(ChartLine(name=_chance_name(run, chance[-1][1]), points=_thin(chance), reference=True))
     if floor := run.curve("floor"):
-        name = f"floor, entropy of the targets, {number(fmean(value for _, value in floor))}"
+        name = f"floor, entropy of the targets, {format_number(fmean(value for _, value in floor))}"
         losses.append(ChartLine(name=name, points=_thin(floor), reference=True))
     in_batch = []
     for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1):
@@ -473,9 +472,11 @@ def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
     scale = run.curve("scale")
     scales = [ChartLine(name="exp(t)", points=_thin(scale))]
     if scale:
-        scales.append(ChartLine(name=f"cap {number(_CAP)}", points=[(scale[0][0], _CAP)], reference=True))
+        scales.append(
+            ChartLine(name=f"cap {format_number(_CAP)}", points=[(scale[0][0], _CAP)], reference=True)
+        )
     rate = run.curve("lr")
-    highest = f"highest logged {number(max(value for _, value in rate))}" if rate else ""
+    highest = f"highest logged {format_number(max(value for _, value in rate))}" if rate else ""
     speed = run.curve("samples_per_second")
     batch_time = dict(run.curve("batch_time"))
     waiting = [
@@ -499,8 +500,8 @@ def _chance_name(run: RunFolder, value: float) -> str:
         config = {}
     # ln(batch), except for the sigmoid loss and if equal pairs are ignored
     if config.get("name", "clip") == "clip" and config.get("same", "negatives") != "ignored":
-        return f"chance, ln {number(round(math.exp(min(value, 40.0))))} = {number(value)}"
-    return f"chance {number(value)}"
+        return f"chance, ln {format_number(round(math.exp(min(value, 40.0))))} = {format_number(value)}"
+    return f"chance {format_number(value)}"
 
 
 def _utilization_line(mfu: Sequence[Point]) -> tuple[ChartLine, bool]:
@@ -543,13 +544,13 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
         )
         highest = max(y for line in lines for _, y in line.points)
         if (chance := first[-1].chance) is not None:
-            name = f"chance {figure(factor * chance, unit)}"
+            name = f"chance {format_value(factor * chance, unit)}"
             lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
             highest = max(highest, factor * chance)
         chart = {
             "scored_in_training": any(result.scored_in_training for result in chain(*metrics.values())),
             "title": join_words(first[0].dataset, _series_name(first[0], groups)),
-            "note": "" if first[-1].step == run.step else f"at step {number(first[-1].step)}",
+            "note": "" if first[-1].step == run.step else f"at step {format_number(first[-1].step)}",
             "lines": lines,
             "unit": unit,
             "ceiling": 100.0 if percent and highest > 75 else None,
@@ -584,14 +585,14 @@ def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine
     """Draw many points as a smoothed line before a band from the minimum to the maximum raw value."""
     if len(points) < _MANY:
         return ChartLine(name=name, points=points, summary=summary)
-    buckets = downsample(points)
+    buckets = downsample_points(points)
     band = []
     for i, bucket in enumerate(buckets):
         # joined with its neighbours, so that a band of single values still has a width
         near = buckets[max(0, i - 1) : i + 2]
         band.append((bucket[0], min(low for _, _, low, _ in near), max(high for *_, high in near)))
     return ChartLine(
-        name=name, points=_thin(smooth(points, len(points) / _SMOOTHED)), band=band, summary=summary
+        name=name, points=_thin(smooth_points(points, len(points) / _SMOOTHED)), band=band, summary=summary
     )
 
 
@@ -600,10 +601,10 @@ def _percent(points: Sequence[Point]) -> list[Point]:
 
 
 def _thin(points: Sequence[Point]) -> list[Point]:
-    return [(x, last) for x, last, _, _ in downsample(points)]
+    return [(x, last) for x, last, _, _ in downsample_points(points)]
 
 
 def _median(points: Sequence[Point], unit: str) -> str | None:
     if not points:
         return None
-    return f"median {figure(median_high(value for _, value in points), unit)}"
+    return f"median {format_value(median_high(value for _, value in points), unit)}"

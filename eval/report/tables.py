@@ -10,7 +10,8 @@ own lines, which are not averaged.
 import csv
 import io
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -23,7 +24,7 @@ from clipkit.samples import safe_cell
 from eval.datasets import Published as PublishedScores
 from eval.datasets.dataset import TEST
 from eval.metrics import is_fraction, is_informative, lower_is_better, metric_title
-from eval.report.charts import figure, number
+from eval.report.charts import format_number, format_value
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, read_table
 
 # tasks without training; the first is the usual main task
@@ -75,7 +76,7 @@ class Facts(TypedDict, total=False):
     paper: Mapping[str, float]
 
 
-def setting_name(task: str, setting: str) -> str:
+def format_setting(task: str, setting: str) -> str:
     """Format a setting: "1 epoch", and few-shot settings always with their estimator."""
     if setting == "1 epochs":
         return "1 epoch"
@@ -91,52 +92,59 @@ def join_words(*words: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class TableRow:
-    """Values of all models, and of published ones, in one metric, or means ("" for the metric of several tasks).
+    """Values in one metric, or means ("" for the metric of several tasks), by the index of the model.
 
-    ``cells`` are the records of the values, () for means.
+    Attributes:
+        cells: the records of the values; none for means.
+        published: published values by the name of the model.
     """
 
     metric: str
-    values: tuple[float | None, ...]
-    cells: tuple[Record | None, ...] = ()
+    values: Mapping[int, float]
+    cells: Mapping[int, Record] = field(default_factory=dict)
     published: Mapping[str, float] = field(default_factory=dict)
 
     @cached_property
     def in_percent(self) -> bool:
         """Whether all numbers of the row are fractions."""
-        numbers = [*self.values, *self.published.values()]
-        for cell in self.cells:
-            if cell is not None:
-                numbers += [cell.low, cell.high, cell.chance]
+        numbers: list[float | None] = [*self.values.values(), *self.published.values()]
+        for cell in self.cells.values():
+            numbers += [cell.low, cell.high, cell.chance]
         return is_fraction(self.metric, *numbers)
 
-    def text(self, value: float | None, digits: int = 1) -> str:
-        """Format a value, in percent if the row is."""
+    def format_number(self, value: float | None, digits: int = 1) -> str:
+        """Format a value, in percent if the row is; "" for None."""
         if value is None:
             return ""
-        return f"{100 * value:.{digits}f}" if self.in_percent else number(value)
+        return f"{100 * value:.{digits}f}" if self.in_percent else format_number(value)
 
-    def figure(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """Format a value with its unit."""
-        return figure(100 * value, "%") if self.in_percent else number(value)
+        return format_value(100 * value, "%") if self.in_percent else format_number(value)
 
-    def interval(self, i: int) -> str:
+    def format_interval(self, model: int) -> str:
         """Format the 95% interval of a model's value; "" if there is none."""
-        cell = self.cells[i] if self.cells else None
-        if cell is None or cell.interval is None:
+        interval = self.cells[model].interval if model in self.cells else None
+        if interval is None:
             return ""
-        low, high = cell.interval
-        return f"{self.text(low)}–{self.text(high)}"
+        low, high = interval
+        return f"{self.format_number(low)}–{self.format_number(high)}"
 
     @cached_property
     def best(self) -> set[int]:
         """The best models, including those equal after rounding; none if all are equal."""
-        texts = {i: self.text(value) for i, value in enumerate(self.values) if value is not None}
+        texts = {model: self.format_number(value) for model, value in self.values.items()}
         if len(set(texts.values())) < 2:
             return set()
-        values = [value for value in self.values if value is not None]
-        best = self.text(min(values) if lower_is_better(self.metric) else max(values))
-        return {i for i, text in texts.items() if text == best}
+        select = min if lower_is_better(self.metric) else max
+        best = self.format_number(select(self.values.values()))
+        return {model for model, text in texts.items() if text == best}
+
+
+def build_row(metric: str, records: Iterable[Record]) -> TableRow:
+    """Build the row of some records, at most one of each model."""
+    cells = {record.model: record for record in sorted(records, key=attrgetter("model"))}
+    return TableRow(metric=metric, values={model: cell.value for model, cell in cells.items()}, cells=cells)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +182,7 @@ class Average(TableRow):
     """The mean over ``over`` of the ``of`` datasets of a suite: those that every model with any of them has.
 
     ``tasks`` are those of the scores. ``metric`` is "" unless their task has means of other metrics. ``setting`` is
-    "" for tasks without training.
+    "" for tasks without training. ``partial``: some models have none of the datasets.
     """
 
     suite: str
@@ -182,6 +190,7 @@ class Average(TableRow):
     setting: str
     over: int
     of: int
+    partial: bool
 
     @property
     def task(self) -> str:
@@ -190,7 +199,7 @@ class Average(TableRow):
     @property
     def name(self) -> str:
         metric = metric_title(self.metric) if self.metric else ""
-        return f"mean of {join_words(self.suite, metric, setting_name(self.task, self.setting))}"
+        return f"mean of {join_words(self.suite, metric, format_setting(self.task, self.setting))}"
 
     @property
     def title(self) -> str:
@@ -208,7 +217,7 @@ class Average(TableRow):
         tasks = f", each by its main task ({self.task})" if len(self.tasks) > 1 else ""
         if self.over == self.of:
             return f"over all its {self.of} datasets{tasks}"
-        models = "all models that have any" if None in self.values else "all models"
+        models = "all models that have any" if self.partial else "all models"
         return f"over the {self.over} of {self.of} datasets that {models} have{tasks}"
 
     @property
@@ -236,20 +245,14 @@ class ScoreTable:
 
     @property
     def usual(self) -> str:
-        metrics = [line.metric for line in self.lines]
-        return max(dict.fromkeys(metrics), key=metrics.count, default="")
+        """The most frequent metric, of several the first."""
+        counts = Counter(line.metric for line in self.lines)
+        return max(counts, key=counts.__getitem__, default="")
 
     @property
     def main_rows(self) -> Sequence[Line | Average]:
         """The averages, or else the lines that they would count."""
         return self.averages or [line for line in self.lines if line.counted]
-
-
-def select_cells(rows: Sequence[Record], models: int) -> tuple[Record | None, ...]:
-    cells: list[Record | None] = [None] * models
-    for row in rows:
-        cells[row.model] = row
-    return tuple(cells)
 
 
 def read_scores(results: Sequence[Path]) -> ResultTable:
@@ -275,9 +278,9 @@ def task_tables(
         means = tuple(average for average in as_trained.averages if average.tasks == (task,))
         tables[task] = replace(as_trained, lines=lines, averages=means)
     trained: Facts = {**facts, "published": {}}
-    for task in dict.fromkeys(row.task for row in results.rows):
-        if task not in AS_TRAINED:
-            tables[task] = score_table(results, tasks=(task,), curves=curves, **trained)
+    for row in results.rows:
+        if row.task not in tables:
+            tables[row.task] = score_table(results, tasks=(row.task,), curves=curves, **trained)
     return {name: table for name, table in tables.items() if table.rows}
 
 
@@ -297,29 +300,32 @@ def score_table(
     lines: list[Line] = []
     for dataset, dataset_rows in datasets.items():
         primary = facts.get("primary", {}).get(dataset)
-        for line in _build_lines(dataset_rows, len(results.models), tasks, primary, published[dataset]):
+        for line in _build_lines(dataset_rows, tasks, primary, published[dataset]):
             shown = {name: line.published[name] for name in columns if name in line.published}
             lines.append(replace(line, published=shown))
-    averages = _build_averages(lines, suites)
+    averages = _build_averages(lines, suites, len(results.models))
     return ScoreTable(models=results.models, columns=columns, lines=tuple(lines), averages=averages)
 
 
 def _select_published(
-    published: Collection[Mapping[str, float] | Sequence[PublishedScores]], models: Sequence[Model]
+    published: Iterable[Mapping[str, float] | Sequence[PublishedScores]], models: Sequence[Model]
 ) -> tuple[str, ...]:
     """Select published models that are among those shown, by name or architecture; if none is, the first few."""
     names: dict[str, None] = {}
     for scores in published:
-        for values in [scores] if isinstance(scores, Mapping) else [each.values for each in scores]:
-            names |= dict.fromkeys(values)
-    shown = {_letters(name) for model in models for name in (model.name, model.label, model.architecture)} - {
-        ""
-    }
-    return tuple([name for name in names if _letters(name) in shown] or [*names][:_MOST_PUBLISHED])
+        if isinstance(scores, Mapping):
+            names |= dict.fromkeys(scores)
+        else:
+            names |= dict.fromkeys(chain.from_iterable(each.values for each in scores))
+    shown = set()
+    for model in models:
+        shown |= {_letters(model.name), _letters(model.label), _letters(model.architecture)}
+    selected = [name for name in names if _letters(name) in shown - {""}]
+    return tuple(selected or [*names][:_MOST_PUBLISHED])
 
 
 def _letters(name: str) -> str:
-    return "".join(letter for letter in name.lower() if letter.isalnum()).removesuffix("quickgelu")
+    return "".join(filter(str.isalnum, name.lower())).removesuffix("quickgelu")
 
 
 def _averaged_setting(kind: _Kind) -> str:
@@ -328,7 +334,6 @@ def _averaged_setting(kind: _Kind) -> str:
 
 def _build_lines(
     rows: Sequence[Record],
-    models: int,
     tasks: Sequence[str],
     primary: str | None,
     published: Mapping[str, float] | Sequence[PublishedScores],
@@ -349,22 +354,20 @@ def _build_lines(
         main_tasks.setdefault(_averaged_setting(kind), kind[0])
     lines = []
     for kind, kind_rows in kinds.items():
+        task, setting = kind[0], _averaged_setting(kind)
         metrics = group_by(kind_rows, attrgetter("metric"))
-        main_metric = next(iter(metrics))
-        if primary is not None and primary in metrics:
-            main_metric = primary
+        main_metric = primary if primary is not None and primary in metrics else next(iter(metrics))
         shown = [main_metric]
         # retrieval shows both directions and their mean
         if main_metric in _RETRIEVAL:
             shown += [metric for metric in _RETRIEVAL if metric in metrics and metric != main_metric]
-        is_usual = kind == usual[kind[0], _averaged_setting(kind)]
-        is_main = kind[0] == main_tasks[_averaged_setting(kind)]
+        is_usual = kind == usual[task, setting]
+        is_main = task == main_tasks[setting]
         for metric in shown:
             is_averaged = metric == main_metric or {metric, main_metric} <= set(_DIRECTIONS)
             for i, group in enumerate(group_by_data(metrics[metric])):
-                cells = select_cells(group.rows, models)
-                values = tuple(None if cell is None else cell.value for cell in cells)
-                counted = is_usual and i == 0 and is_averaged and is_fraction(metric, *values)
+                row = build_row(metric, group.rows)
+                counted = is_usual and i == 0 and is_averaged and is_fraction(metric, *row.values.values())
                 beside: Mapping[str, float] = {}
                 if not isinstance(published, Mapping):
                     if i == 0:
@@ -374,12 +377,12 @@ def _build_lines(
                 lines.append(
                     Line(
                         dataset=rows[0].dataset,
-                        task=kind[0],
+                        task=task,
                         note=join_words(_describe_kind(kind, kinds), group.note),
-                        setting=_averaged_setting(kind),
+                        setting=setting,
                         metric=metric,
-                        values=values,
-                        cells=cells,
+                        values=row.values,
+                        cells=row.cells,
                         published=beside,
                         counted=counted,
                         main=counted and is_main,
@@ -391,13 +394,15 @@ def _build_lines(
 def _describe_kind(kind: _Kind, kinds: Collection[_Kind]) -> str:
     """Describe how a line differs from others of the dataset; settings and other splits are always named."""
     task, split, prompt_set, setting = kind
-    tasks, splits, prompt_sets, _ = (set(column) for column in zip(*kinds, strict=True))
-    return join_words(
-        task if len(tasks) > 1 else "",
-        split if len(splits) > 1 or split != TEST else "",
-        f"prompts {prompt_set}" if len(prompt_sets) > 1 and prompt_set else "",
-        setting_name(task, setting),
-    )
+    tasks, splits, prompt_sets, _ = map(set, zip(*kinds, strict=True))
+    words = []
+    if len(tasks) > 1:
+        words.append(task)
+    if len(splits) > 1 or split != TEST:
+        words.append(split)
+    if len(prompt_sets) > 1 and prompt_set:
+        words.append(f"prompts {prompt_set}")
+    return join_words(*words, format_setting(task, setting))
 
 
 def _find_published(published: Sequence[PublishedScores], kind: _Kind, metric: str) -> Mapping[str, float]:
@@ -407,14 +412,16 @@ def _find_published(published: Sequence[PublishedScores], kind: _Kind, metric: s
     return {}
 
 
-def _build_averages(lines: Sequence[Line], suites: Mapping[str, Sequence[str]]) -> tuple[Average, ...]:
+def _build_averages(
+    lines: Sequence[Line], suites: Mapping[str, Sequence[str]], models: int
+) -> tuple[Average, ...]:
     """Average over suites by setting, then over tasks and metrics whose datasets no suite covers."""
     suite_averages: list[Average] = []
     main_lines = [line for line in lines if line.main]
     for setting, setting_lines in group_by(main_lines, attrgetter("setting")).items():
         datasets = group_by(setting_lines, attrgetter("dataset"))
         for suite, names in suites.items():
-            average = _build_average(suite, setting, list(dict.fromkeys(names)), datasets)
+            average = _build_average(suite, setting, list(dict.fromkeys(names)), datasets, models)
             if average is not None and 2 * average.over >= average.of:
                 suite_averages.append(average)
     others: list[Average] = []
@@ -426,37 +433,39 @@ def _build_averages(lines: Sequence[Line], suites: Mapping[str, Sequence[str]]) 
             if task in average.tasks and average.setting == setting
         ]
         datasets = group_by(task_lines, attrgetter("dataset"))
-        # both directions of retrieval are averaged
-        metric_of = {
-            name: _RETRIEVAL[-1] if len(own_lines) > 1 else own_lines[0].metric
-            for name, own_lines in datasets.items()
-        }
-        metrics = group_by(datasets, metric_of.__getitem__)
+        metrics: dict[str, list[str]] = {}
+        for name, dataset_lines in datasets.items():
+            # both directions of retrieval are averaged
+            metric = _RETRIEVAL[-1] if len(dataset_lines) > 1 else dataset_lines[0].metric
+            metrics.setdefault(metric, []).append(name)
         for metric, names in metrics.items():
-            average = _build_average(
-                "all datasets", setting, names, datasets, metric if len(metrics) > 1 else ""
-            )
-            if average is not None and not any(set(names) <= suite for suite in covered):
+            metric = metric if len(metrics) > 1 else ""
+            average = _build_average("all datasets", setting, names, datasets, models, metric)
+            if average is not None and not any(suite.issuperset(names) for suite in covered):
                 others.append(average)
     order = [*suites]
     return (*sorted(suite_averages, key=lambda average: order.index(average.suite)), *others)
 
 
 def _build_average(
-    suite: str, setting: str, names: Collection[str], datasets: Mapping[str, list[Line]], metric: str = ""
+    suite: str,
+    setting: str,
+    names: Collection[str],
+    datasets: Mapping[str, list[Line]],
+    models: int,
+    metric: str = "",
 ) -> Average | None:
     """Average over the datasets that all models with any of them have; None if these are fewer than two."""
     groups = [datasets[name] for name in names if name in datasets]
-    columns = range(len(groups[0][0].values)) if groups else range(0)
-    having = [i for i in columns if any(line.values[i] is not None for line in chain.from_iterable(groups))]
-    common = [group for group in groups if all(line.values[i] is not None for line in group for i in having)]
+    having: set[int] = set()
+    for line in chain.from_iterable(groups):
+        having |= line.values.keys()
+    common = [group for group in groups if all(having == line.values.keys() for line in group)]
     if len(common) < 2:
         return None
-    published = {}
-    for name in dict.fromkeys(name for line in common[0] for name in line.published):
-        mean = _mean([[line.published.get(name) for line in group] for group in common])
-        if mean is not None:
-            published[name] = mean
+    values = {}
+    for model in sorted(having):
+        values[model] = fmean(fmean(line.values[model] for line in group) for group in common)
     return Average(
         suite=suite,
         tasks=tuple(dict.fromkeys(line.task for line in chain.from_iterable(common))),
@@ -464,19 +473,25 @@ def _build_average(
         setting=setting,
         over=len(common),
         of=len(names),
-        values=tuple(_mean([[line.values[i] for line in group] for group in common]) for i in columns),
-        published=published,
+        partial=len(having) < models,
+        values=values,
+        published=_average_published(common),
     )
 
 
-def _mean(groups: Sequence[Sequence[float | None]]) -> float | None:
-    means = []
+def _average_published(groups: Sequence[Sequence[Line]]) -> dict[str, float]:
+    """Average the published values that all groups of lines have."""
+    means: dict[str, list[float]] = {}
     for group in groups:
-        values = [value for value in group if value is not None]
-        if not values:
-            return None
-        means.append(fmean(values))
-    return fmean(means)
+        values: dict[str, list[float]] = {}
+        for line in group:
+            for name, value in line.published.items():
+                values.setdefault(name, []).append(value)
+        for name in values:
+            means.setdefault(name, []).append(fmean(values[name]))
+    return {
+        name: fmean(group_means) for name, group_means in means.items() if len(group_means) == len(groups)
+    }
 
 
 def as_csv(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
@@ -486,9 +501,6 @@ def as_csv(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     average over the suite in ``dataset``, whose ``task`` may list several and whose ``n`` counts datasets; and
     "published" for numbers measured by others. Names that a spreadsheet would take for a formula start with an
     apostrophe.
-
-    Raises:
-        DataError: a file cannot be read, or there are no scores.
     """
     scores = read_scores(results)
     tables = task_tables(scores, curves=True, **facts).values()
@@ -496,34 +508,34 @@ def as_csv(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     writer = csv.DictWriter(file, ("kind", "model", *_CSV_NAMES), restval="", lineterminator="\n")
     writer.writeheader()
 
-    def write(kind: str, model: str, **fields: str | float | None) -> None:
+    def write_row(kind: str, model: str, **fields: str | float | None) -> None:
         names = {"kind": kind, "model": model, **fields}
-        writer.writerow({name: _csv_cell(value) for name, value in names.items()})
+        writer.writerow({name: _format_cell(value) for name, value in names.items()})
 
     for row in scores.rows:
         fields = {name: getattr(row, name) for name in _CSV_NAMES}
-        write("score", scores.models[row.model].label, **fields)
+        write_row("score", scores.models[row.model].label, **fields)
     for average in chain.from_iterable(table.averages for table in tables):
         names = {"dataset": average.suite, "task": average.task, "setting": average.setting}
-        for model, value in zip(scores.models, average.values, strict=True):
-            if value is not None:
-                write("mean", model.label, **names, metric=average.metric, value=value, n=average.over)
+        for model, value in average.values.items():
+            label = scores.models[model].label
+            write_row("mean", label, **names, metric=average.metric, value=value, n=average.over)
     for line in chain.from_iterable(table.lines for table in tables):
-        cell = next(cell for cell in line.cells if cell)
+        cell = next(iter(line.cells.values()))
         names = {"dataset": line.dataset, "split": cell.split, "task": cell.task, "metric": line.metric}
         # numbers of other tasks may be for any prompts
         if cell.task == "retrieval":
             names["prompt_set"] = cell.prompt_set
         for name, value in line.published.items():
-            write("published", name, **names, value=value)
+            write_row("published", name, **names, value=value)
     return file.getvalue()
 
 
-def _csv_cell(value: str | float | None) -> str:
+def _format_cell(value: str | float | None) -> str:
     if value is None:
         return ""
     if isinstance(value, str):
-        return safe_cell(_one_line(value))
+        return safe_cell(_join_lines(value))
     return str(value) if isinstance(value, int) else f"{value:.6g}"
 
 
@@ -531,70 +543,74 @@ def as_latex(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     """Format the table of models × datasets as a ``tabular`` for the package booktabs.
 
     Tasks are separated by rules, means followed by a space, and the best model of each row is in bold.
-
-    Raises:
-        DataError: a file cannot be read, or there are no scores.
     """
-    columns, tables = _text_tables(results, facts)
-    header = [_escape(name, _LATEX) for name in (*_HEADER, *columns)]
+    header, tables = _text_tables(results, facts, _LATEX, r"\textbf{{{}}}", "--")
     lines = [
         "% needs \\usepackage{booktabs}; numbers are percentages",
-        f"\\begin{{tabular}}{{lll{'r' * len(columns)}}}",
+        f"\\begin{{tabular}}{{lll{'r' * (len(header) - len(_HEADER))}}}",
         "\\toprule",
         " & ".join(header) + r" \\",
     ]
-    for table in tables:
+    for means, others in tables:
         lines.append("\\midrule")
-        for i, (row, texts) in enumerate(table):
-            if i > 0 and isinstance(table[i - 1][0], Average) and not isinstance(row, Average):
-                lines.append("\\addlinespace")
-            cells = [_escape(name, _LATEX) for name in row.names]
-            for column, text in enumerate(texts):
-                cells.append(f"\\textbf{{{text}}}" if column in row.best else text or "--")
-            lines.append(" & ".join(cells) + r" \\")
+        lines += [" & ".join(cells) + r" \\" for cells in means]
+        if means and others:
+            lines.append("\\addlinespace")
+        lines += [" & ".join(cells) + r" \\" for cells in others]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}", ""])
 
 
 def as_markdown(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
-    """Format the table of models × datasets for GitHub, with the best model of each row in bold.
-
-    Raises:
-        DataError: a file cannot be read, or there are no scores.
-    """
-    columns, tables = _text_tables(results, facts)
-    lines = [
-        [_escape(name, _MARKDOWN) for name in (*_HEADER, *columns)],
-        ["---"] * len(_HEADER) + ["---:"] * len(columns),
-    ]
-    for row, texts in chain.from_iterable(tables):
-        cells = [_escape(name, _MARKDOWN) for name in row.names]
-        for column, text in enumerate(texts):
-            cells.append(f"**{text}**" if column in row.best else text)
-        lines.append(cells)
+    """Format the table of models × datasets for GitHub, with the best model of each row in bold."""
+    header, tables = _text_tables(results, facts, _MARKDOWN, "**{}**", "")
+    lines = [header, ["---"] * len(_HEADER) + ["---:"] * (len(header) - len(_HEADER))]
+    for means, others in tables:
+        lines += [*means, *others]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
+_Cells = list[list[str]]
+
+
 def _text_tables(
-    results: Sequence[Path], facts: Facts
-) -> tuple[list[str], list[list[tuple[Line | Average, list[str]]]]]:
-    """Format models and published numbers as columns; each task has its means, then its lines."""
+    results: Sequence[Path], facts: Facts, escapes: Mapping[str, str], bold: str, missing: str
+) -> tuple[list[str], list[tuple[_Cells, _Cells]]]:
+    """Format the header, with models and published numbers as columns, and the means and lines of each task.
+
+    Args:
+        results: results files.
+        facts: about the datasets.
+        escapes: replacements of characters in names.
+        bold: the format of the best values.
+        missing: the text for a missing value.
+    """
     scores = read_scores(results)
     tables = task_tables(scores, curves=True, **facts).values()
     published = list(dict.fromkeys(chain.from_iterable(table.published for table in tables)))
-    columns = [model.label for model in scores.models] + [f"{name} (published)" for name in published]
-    texts: list[list[tuple[Line | Average, list[str]]]] = []
-    for table in tables:
-        texts.append([])
-        for row in table.rows:
-            values = [*row.values, *map(row.published.get, published)]
-            texts[-1].append((row, [row.text(value) for value in values]))
-    return columns, texts
+    names = [
+        *_HEADER,
+        *(model.label for model in scores.models),
+        *(f"{name} (published)" for name in published),
+    ]
+
+    def escape(name: str) -> str:
+        return "".join(escapes.get(letter, letter) for letter in _join_lines(name))
+
+    def format_rows(rows: Iterable[Line | Average]) -> _Cells:
+        texts = []
+        for row in rows:
+            cells = list(map(escape, row.names))
+            for model in range(len(scores.models)):
+                text = row.format_number(row.values.get(model)) or missing
+                cells.append(bold.format(text) if model in row.best else text)
+            cells += [row.format_number(row.published.get(name)) or missing for name in published]
+            texts.append(cells)
+        return texts
+
+    rows = [(format_rows(table.averages), format_rows(table.lines)) for table in tables]
+    return list(map(escape, names)), rows
 
 
-def _escape(name: str, marks: Mapping[str, str]) -> str:
-    return "".join(marks.get(letter, letter) for letter in _one_line(name))
-
-
-def _one_line(text: str) -> str:
+def _join_lines(text: str) -> str:
     """Replace line breaks by spaces, and control characters and halves of surrogate pairs by "?"."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f]", "?", " ".join(text.encode("utf-8", "replace").decode().split()))

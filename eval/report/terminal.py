@@ -17,7 +17,7 @@ from rich.text import Text
 from clipkit.files import printable
 from eval.compare import LEVEL, Difference, ModelComparison
 from eval.metrics import is_fraction, is_informative, is_rank, lower_is_better, metric_title
-from eval.report.tables import PLAIN, join_words, setting_name
+from eval.report.tables import PLAIN, format_setting, join_words
 from eval.results.scores import Score
 from eval.results.table import group_by
 
@@ -251,7 +251,7 @@ def _differences(comparison: ModelComparison, width: int) -> Group:
 def _describe_kind(difference: Difference) -> str:
     return join_words(
         difference.task,
-        setting_name(difference.task, difference.setting),
+        format_setting(difference.task, difference.setting),
         f"prompts {difference.prompt_set}" if difference.prompt_set else "",
     )
 

@@ -25,8 +25,8 @@ from eval.metrics import (
     class_ranks,
     class_scores,
     count_confusion,
+    count_correct,
     merge_superclasses,
-    per_class_accuracy,
     top_classes,
 )
 from eval.results.records import (
@@ -86,9 +86,6 @@ def zero_shot_details(
         task: as in the scores.
         seed: seed of the examples, which otherwise depend only on N and the predictions.
         device: for the matrix products; by default that of the features.
-
-    Raises:
-        DataError: the dataset has no images, labels or class names.
     """
     labels, classes = dataset.labels, len(dataset.class_names)
     if labels is None or not classes or not len(labels):
@@ -165,7 +162,7 @@ def prediction_details(
     assert labels is not None and labels.ndim == 1, "one label per image"
     predicted = predicted.cpu()
     correct = predicted == labels  # (N,)
-    by_class = per_class_accuracy(correct, labels, classes)
+    right, total = count_correct(correct, labels, classes)
     confused = count_confusion(predicted, labels)
     groups = tuple(dict.fromkeys(dataset.superclasses))
     bins: tuple[Bin, ...] = ()
@@ -186,8 +183,8 @@ def prediction_details(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
         superclass_names=tuple(map(_short, groups)),
         superclass_matrix=by_group,
-        class_counts=tuple(by_class.total.tolist()),
-        class_right=tuple(by_class.right.tolist()),
+        class_counts=tuple(total.tolist()),
+        class_right=tuple(right.tolist()),
         mistakes=tuple(one for one in confused.mistakes(MISTAKES) if one[1] >= 0),
         matrix=matrix,
         bins=bins,

@@ -403,9 +403,6 @@ def write_details(results: Path, details: Details, *, weights: str) -> Path:
         results: the file that the scores are appended to.
         details: the details of one dataset and task.
         weights: as in the scores.
-
-    Raises:
-        DataError: they cannot be written, or are larger than ``read_details`` accepts.
     """
     details = replace(details, weights=weights)
     dataset, task = _file_name(details.dataset, 60), _file_name(details.task, 60)

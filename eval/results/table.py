@@ -82,7 +82,7 @@ class Record:
 
     @property
     def scored_in_training(self) -> bool:
-        """Whether it was measured during the training, not by evaluation_mode a checkpoint."""
+        """Whether it was measured during the training, not by evaluating a checkpoint."""
         return "model_hash" not in self.line
 
     @property
@@ -105,7 +105,8 @@ class Record:
     @property
     def dim_and_setting(self) -> tuple[int, str]:
         """The number of elements of the embedding, 0 if unknown, and the setting without it."""
-        if match := PREFIX.fullmatch(self.setting):
+        match = PREFIX.fullmatch(self.setting)
+        if match:
             return int(match[1]), match[2]
         return parse_integer(self.line.get("dim")) or 0, self.setting
 
@@ -253,7 +254,9 @@ def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterato
     folder = str(path.resolve().parent)
     for line in json_lines(path, notes, consequence):
         value = parse_finite(line.get("value"))
-        dataset, task, metric = (get_text(line, key) for key in ("dataset", "task", "metric"))
+        dataset = get_text(line, "dataset")
+        task = get_text(line, "task")
+        metric = get_text(line, "metric")
         if value is None or not (dataset and task and metric):
             skipped += 1
             continue
@@ -301,21 +304,22 @@ def read_table(results: Sequence[Path]) -> ResultTable:
         reasons = "".join(f"; {note}" for note in notes)
         raise DataError(f"there are no scores in {names or 'the results, as no file is given'}{reasons}")
     unread = tuple(notes)
-    numbers = _number_models(records)
-    selected, earlier = _select_last_steps(records, numbers)
-    shown = [(number, record) for number, record in zip(numbers, records, strict=True) if number in selected]
+    records = _assign_models(records)
+    selected, earlier = _select_last_steps(records)
+    shown = [record for record in records if record.model in selected]
     if len(shown) < len(records):
         left_out = counted(len(records) - len(shown), "score")
         notes.append(f"{left_out} of earlier steps of a training left out; the run's own page shows them.")
-    columns = {number: column for column, number in enumerate(dict.fromkeys(number for number, _ in shown))}
+    groups = group_by(shown, attrgetter("model"))
+    columns = {model: column for column, model in enumerate(groups)}
     latest: dict[tuple[int, tuple[str, ...]], Record] = {}
     replaced: dict[str, None] = {}
-    for number, record in shown:
-        key = number, record.what
+    for record in shown:
+        key = record.model, record.what
         before = latest[key].data_revision if key in latest else ""
         if before and record.data_revision not in ("", before):
             replaced[f"{record.dataset} (revision {before[:_REVISION]})"] = None
-        latest[key] = replace(record, model=columns[number])
+        latest[key] = replace(record, model=columns[record.model])
     rows = tuple(latest.values())
     notes += _note_different_data(rows)
     notes += _note_equal_images(rows)
@@ -323,18 +327,16 @@ def read_table(results: Sequence[Path]) -> ResultTable:
         notes.append(
             f"Replaced by later scores on different images with the same name: {list_some(list(replaced))}."
         )
-    records_of = group_by(shown, itemgetter(0))
-    models = _build_models(
-        {number: [record for _, record in pairs] for number, pairs in records_of.items()}, earlier, notes
-    )
+    models = _build_models(groups, earlier, notes)
     return ResultTable(models=models, rows=rows, notes=tuple(notes), unread=unread)
 
 
-def _number_models(records: Sequence[Record]) -> list[int]:
-    """Return the number of each record's model."""
-    numbers: dict[Hashable, int] = {}
+def _assign_models(records: Sequence[Record]) -> list[Record]:
+    """Number the models, and set the model of each record."""
     models: dict[int, int] = {}
+    model_of_key: dict[Hashable, int] = {}
     scored_at: dict[Hashable, set[int]] = {}
+    # records with hashes first: they tell which names are of one model
     for i in sorted(range(len(records)), key=lambda i: not records[i].is_hashed):
         record = records[i]
         step_key = record.file, record.last_part, record.step, record.text("architecture")
@@ -343,17 +345,15 @@ def _number_models(records: Sequence[Record]) -> list[int]:
             # scores of a training without a hash belong to the one model scored at their step
             (models[i],) = scored
         else:
-            models[i] = next((numbers[key] for key in record.model_keys if key in numbers), i)
+            models[i] = next((model_of_key[key] for key in record.model_keys if key in model_of_key), i)
         for key in record.model_keys:
-            numbers.setdefault(key, models[i])
+            model_of_key.setdefault(key, models[i])
         if record.is_hashed:
             scored.add(models[i])
-    return [models[i] for i in range(len(records))]
+    return [replace(record, model=models[i]) for i, record in enumerate(records)]
 
 
-def _select_last_steps(
-    records: Sequence[Record], numbers: Sequence[int]
-) -> tuple[set[int], dict[int, set[int]]]:
+def _select_last_steps(records: Sequence[Record]) -> tuple[set[int], dict[int, set[int]]]:
     """Of each run in a file, select the last step if the steps of all its weights are known.
 
     Returns:
@@ -361,21 +361,23 @@ def _select_last_steps(
     """
     runs: dict[tuple[Path, str], dict[int, int | None]] = {}
     selected: set[int] = set()
-    for record, number in zip(records, numbers, strict=True):
+    for record in records:
         steps = runs.setdefault((record.file, record.run), {})
-        if record.step is not None or number not in steps:
-            steps[number] = record.step
+        if record.step is not None or record.model not in steps:
+            steps[record.model] = record.step
         # named explicitly
         if record.checkpoint:
-            selected.add(number)
+            selected.add(record.model)
     for steps in runs.values():
         last = max((step for step in steps.values() if step is not None), default=None)
-        selected |= {number for number, step in steps.items() if None in steps.values() or step == last}
+        for model, step in steps.items():
+            if None in steps.values() or step == last:
+                selected.add(model)
     earlier: dict[int, set[int]] = {}
     for steps in runs.values():
-        left_out = {step for number, step in steps.items() if number not in selected and step is not None}
-        for number in selected & steps.keys():
-            earlier.setdefault(number, set()).update(left_out)
+        left_out = {step for model, step in steps.items() if model not in selected and step is not None}
+        for model in selected & steps.keys():
+            earlier.setdefault(model, set()).update(left_out)
     return selected, earlier
 
 
@@ -405,26 +407,26 @@ def _note_different_data(rows: Sequence[Record]) -> list[str]:
     ]
     prompts = _list_differences(prompt_sets, "revisions", attrgetter("prompts"))
     notes = []
-    for what, differences in (("images", images), ("prompts", prompts)):
+    for noun, differences in (("images", images), ("prompts", prompts)):
         names = []
         for dataset, pairs in group_by(differences, itemgetter(0)).items():
             texts = dict.fromkeys(text for _, text in pairs)
             names.append(f"{dataset} ({'; '.join(texts)})")
         if names:
             notes.append(
-                f"Not all models were scored with the same {what} on {list_some(names)}: these scores are not "
+                f"Not all models were scored with the same {noun} on {list_some(names)}: these scores are not "
                 "comparable."
             )
     return notes
 
 
 def _list_differences(
-    groups: Mapping[Any, Sequence[Record]], label: str, value_of: Callable[[Record], str]
+    groups: Mapping[Any, Sequence[Record]], label: str, get_value: Callable[[Record], str]
 ) -> list[tuple[str, str]]:
-    """List the dataset and the values of each group whose known values differ."""
+    """List the dataset and the values of each group whose values, as far as there are any, differ."""
     differences = []
     for rows in groups.values():
-        values = dict.fromkeys(filter(None, map(value_of, rows)))
+        values = dict.fromkeys(filter(None, map(get_value, rows)))
         if len(values) > 1:
             texts = [value[:_REVISION] for value in values]
             text = " and ".join(texts) if len(texts) < 4 else list_some(texts)
@@ -433,18 +435,18 @@ def _list_differences(
 
 
 def _build_models(
-    records_of: Mapping[int, Sequence[Record]], earlier: Mapping[int, set[int]], notes: list[str]
+    groups: Mapping[int, Sequence[Record]], earlier: Mapping[int, set[int]], notes: list[str]
 ) -> tuple[Model, ...]:
     """Build the models, each from its records; labels are as short as they can be while they differ."""
-    heads = {number: _select_head(records) for number, records in records_of.items()}
+    heads = {model: _select_head(records) for model, records in groups.items()}
+    steps = {model: _find_last(record.step for record in records) for model, records in groups.items()}
     run_labels = _label_runs({head.run: head for head in reversed(heads.values())})
-    steps = {number: _find_last(record.step for record in records) for number, records in records_of.items()}
     models: dict[str, Model] = {}
-    for number, records in records_of.items():
-        head = heads[number]
+    for number, records in groups.items():
+        head, last = heads[number], records[-1]
         weights = _find_last(record.weights for record in records if record.names_file)
         if weights is None:
-            weights = records[-1].weights
+            weights = last.weights
         label = run_labels[head.run]
         siblings = [other for other in heads if heads[other].run == head.run]
         if len(siblings) > 1:
@@ -459,37 +461,40 @@ def _build_models(
                 label += f" ({digits or 'unnamed weights'})"
         while label in models:
             label += "′"
-        architecture = records[-1].text("architecture")
-        gflops = _find_last(parse_finite(record.line.get("gflops")) for record in records)
-        built_in = architecture.removesuffix(QUICKGELU)
-        if gflops is None and built_in in ARCHITECTURES:
-            gflops = architecture_gflops(ARCHITECTURES[built_in])
-        names = [name for record in records for name in (record.name, record.text("model")) if name]
+        names: dict[str, None] = {}
+        others: dict[str, None] = {}
+        for record in records:
+            names |= dict.fromkeys(filter(None, (record.name, record.text("model"))))
+            if record.text("model") and record.last_part != head.last_part:
+                others[record.name] = None
+        if others:
+            verb = "has" if len(others) == 1 else "have"
+            notes.append(
+                f"{list_some(list(others))} {verb} the same weights as {label}: they share one column."
+            )
         models[label] = Model(
             label=label,
             name=head.name,
-            names=tuple(dict.fromkeys(names)),
+            names=tuple(names),
             run=head.run,
             weights=weights,
             step=steps[number],
             earlier_steps=tuple(sorted(earlier.get(number, ()))),
             files=tuple(dict.fromkeys(record.file for record in records)),
-            architecture=architecture,
-            gflops=gflops,
-            provenance={
-                key: value
-                for key, value in records[-1].line.items()
-                if key not in Record.__dataclass_fields__
-            },
+            architecture=last.text("architecture"),
+            gflops=_find_gflops(records),
+            provenance={key: last.line[key] for key in last.line if key not in Record.__dataclass_fields__},
         )
-        others = [
-            record.name for record in records if record.text("model") and record.last_part != head.last_part
-        ]
-        if others:
-            others = list(dict.fromkeys(others))
-            verb = "has" if len(others) == 1 else "have"
-            notes.append(f"{list_some(others)} {verb} the same weights as {label}: they share one column.")
     return tuple(models.values())
+
+
+def _find_gflops(records: Sequence[Record]) -> float | None:
+    """Find the cost of the image tower in the records, or else count that of a built-in architecture."""
+    gflops = _find_last(parse_finite(record.line.get("gflops")) for record in records)
+    architecture = records[-1].text("architecture").removesuffix(QUICKGELU)
+    if gflops is None and architecture in ARCHITECTURES:
+        return architecture_gflops(ARCHITECTURES[architecture])
+    return gflops
 
 
 def _select_head(records: Sequence[Record]) -> Record:
@@ -505,7 +510,8 @@ def _find_last(values: Iterable[_Item | None]) -> _Item | None:
 
 def _label_runs(heads: Mapping[str, Record]) -> dict[str, str]:
     """Shorten the names of runs: leave out a scheme, or folders of a path, while all names differ."""
-    spellings: dict[str, list[str]] = {}  # by run, from short to long
+    # by run, from short to long
+    spellings: dict[str, list[str]] = {}
     for run, head in heads.items():
         if _SCHEME.match(head.name):
             spellings[run] = [_SCHEME.sub("", head.name), head.name]
@@ -515,13 +521,13 @@ def _label_runs(heads: Mapping[str, Record]) -> dict[str, str]:
         else:
             spellings[run] = [head.name]
     while True:
-        labels = {run: ways[0] for run, ways in spellings.items()}
+        labels = {run: names[0] for run, names in spellings.items()}
         counts = Counter(labels.values())
-        ambiguous = [ways for ways in spellings.values() if len(ways) > 1 and counts[ways[0]] > 1]
+        ambiguous = [names for names in spellings.values() if len(names) > 1 and counts[names[0]] > 1]
         if not ambiguous:
             return labels
-        for ways in ambiguous:
-            ways.pop(0)
+        for names in ambiguous:
+            names.pop(0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -545,7 +551,7 @@ class DataGroup:
 def group_by_data(rows: Iterable[Record]) -> list[DataGroup]:
     """Group scores of one metric by their data, the group with the most models first."""
     groups: list[DataGroup] = []
-    # rows of known data first; the others then join the first group
+    # rows with a revision and a number first; the others then join the first group
     for row in sorted(rows, key=lambda row: (not row.data_revision, row.n is None)):
         group = next((group for group in groups if group.accepts(row)), None)
         if group is None:

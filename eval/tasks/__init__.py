@@ -113,7 +113,11 @@ class Options:
             ("seeds", 0 < len(self.seeds) == len(set(self.seeds)), "one or more different numbers"),
             ("neighbours", min(self.neighbours, default=0) >= 1, "one or more whole numbers from 1"),
             ("epochs", 0 < self.epochs < math.inf, "a number above 0"),
-            ("rates", bool(self.rates) and all(0 < one < math.inf for one in self.rates), "numbers above 0"),
+            (
+                "rates",
+                bool(self.rates) and all(0 < rate < math.inf for rate in self.rates),
+                "numbers above 0",
+            ),
             ("fine_tune_batch", self.fine_tune_batch >= 1, "a number above 0"),
             ("examples", self.examples >= 0, "0, or a number of images"),
             ("image_size", self.image_size >= 0, "0, or a number of pixels"),
@@ -122,16 +126,18 @@ class Options:
         ):
             if not valid:
                 raise ConfigError(f"invalid value {name} = {getattr(self, name)}: expected {expected}")
-        for one in self.estimators:
-            if one not in _ESTIMATORS:
-                raise ConfigError(f"unknown estimator {one!r}: {nearest(one, _ESTIMATORS)}")
+        for estimator in self.estimators:
+            if estimator not in _ESTIMATORS:
+                raise ConfigError(f"unknown estimator {estimator!r}: {nearest(estimator, _ESTIMATORS)}")
 
     def describe_options(self, task: str) -> str:
         """Return the options that the scores of a task depend on, for its result lines."""
-        names = [
-            name for name in TASKS[task].depends_on if name not in ("dims", "examples") or getattr(self, name)
-        ]
-        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+        texts = []
+        for name in TASKS[task].depends_on:
+            value = getattr(self, name)
+            if value or name not in ("dims", "examples"):
+                texts.append(f"{name}={value}")
+        return " ".join(texts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,11 +210,12 @@ class Task:
         """Raise DataError if a dataset lacks what the task needs."""
         from eval.datasets import dataset as kinds
 
-        {
+        checks = {
             "labels": kinds.require_labels,
             "captions": kinds.require_captions,
             "choices": kinds.require_choices,
-        }[self.fits](dataset)
+        }
+        checks[self.fits](dataset)
 
     def select_texts(self, dataset: "EvalDataset", classes: Sequence[str] = ()) -> Iterable[Sequence[str]]:
         """Return the texts of a dataset that the task encodes, by class or by image.
@@ -218,7 +225,11 @@ class Task:
             classes: all texts that the model can read; empty for any text.
         """
         texts: Iterable[Sequence[str]] = getattr(dataset, self.texts)() if self.texts else ()
-        if self.makes_head and classes and not all(set(own) <= set(classes) for own in texts):
+        if (
+            self.makes_head
+            and classes
+            and not all(set(classes).issuperset(class_texts) for class_texts in texts)
+        ):
             return ()
         return texts
 

@@ -4,6 +4,7 @@ Dimensions: N images, C classes.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -20,38 +21,31 @@ from eval.tasks.subject import Outcome, Subject, metric_scores
 
 
 def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return the classification metrics among those of a card, or the default ones if there are none.
-
-    Raises:
-        Unavailable: the dataset has no labels or class names.
-        DataError: a metric does not apply to the dataset.
-    """
-    multi_label, classes = require_labels(dataset).dim() == 2, len(dataset.class_names)
+    """Return the classification metrics among those of a card, or the default ones if there are none."""
+    multi_label = require_labels(dataset).dim() == 2
     kind = "multi-label" if multi_label else "one-label"
-    chosen = [
-        name for name in metrics if (own := get_metric(name)) and own.kind in ("one-label", "multi-label")
-    ]
-    if not chosen:
-        return tuple(
-            name
-            for name, own in METRICS.items()
-            if own.kind == kind
-            and own.by_default
-            and classes >= own.least
-            and (not own.column or own.column in dataset.metadata)
-        )
-    for name in chosen:
-        own = get_metric(name)
-        assert own is not None
-        if own.kind != kind:
+    classes = len(dataset.class_names)
+    chosen = []
+    for name in metrics:
+        metric = get_metric(name)
+        if metric is None or metric.kind not in ("one-label", "multi-label"):
+            continue
+        if metric.kind != kind:
             labels, other = ("several labels", "one") if multi_label else ("one label", "several")
             raise DataError(f"dataset {dataset.name} has {labels} per image, the metric {name} needs {other}")
-        if own.most is not None and not own.least <= classes <= own.most:
+        if metric.most is not None and not metric.least <= classes <= metric.most:
             raise DataError(
-                f"dataset {dataset.name} has {classes} classes, the metric {name} needs {own.most}"
+                f"dataset {dataset.name} has {classes} classes, the metric {name} needs {metric.most}"
             )
-        if own.needs_superclasses and not dataset.superclasses:
+        if metric.needs_superclasses and not dataset.superclasses:
             raise DataError(f"dataset {dataset.name} has no superclasses, which the metric {name} needs")
+        chosen.append(name)
+    if chosen:
+        return tuple(chosen)
+    for name, metric in METRICS.items():
+        has_column = not metric.column or metric.column in dataset.metadata
+        if metric.kind == kind and metric.by_default and classes >= metric.least and has_column:
+            chosen.append(name)
     return tuple(chosen)
 
 
@@ -65,9 +59,6 @@ def classification_scores(
         task: for the scores, such as "zero-shot".
         metrics: a card's metrics, of which only classification metrics are used; empty for the default ones.
         setting: for the scores, such as "4-shot".
-
-    Raises:
-        DataError: a metric does not apply to the dataset, or is undefined for its labels.
     """
     dataset = answers.dataset
     prompt_set = dataset.prompt_set if task in ("zero-shot", "likelihood") else ""
@@ -84,35 +75,37 @@ _SHOWN = 60  # characters of a text in a message
 
 def report_classes(subject: Subject) -> None:
     """Warn of classes whose prompts all have the same tokens."""
-    dataset, labels = subject.dataset, subject.dataset.labels
+    dataset = subject.dataset
+    labels = dataset.labels
     groups = find_indistinguishable_classes(subject.encoder.model.tokenizer, dataset.prompts())
     if not groups or labels is None:
         return
-    numbers = torch.tensor([number for group in groups for number in group])
-    affected = torch.isin(labels, numbers) if labels.dim() == 1 else labels[:, numbers].any(dim=1)  # (N,)
-    named = [" = ".join(f"{dataset.class_names[i][:_SHOWN]!r} ({i})" for i in group) for group in groups]
+    classes = torch.tensor(list(chain.from_iterable(groups)))
+    affected = torch.isin(labels, classes) if labels.dim() == 1 else labels[:, classes].any(dim=1)  # (N,)
+    names = [" = ".join(f"{dataset.class_names[i][:_SHOWN]!r} ({i})" for i in group) for group in groups]
     subject.warn(
         f"{int(affected.sum()):,} of {counted(len(dataset), 'image')} have a label that the model cannot tell from "
-        f"another, because all prompts of these classes have the same tokens: {list_some(named)}"
+        f"another, because all prompts of these classes have the same tokens: {list_some(names)}"
     )
 
 
 def report_captions(subject: Subject) -> None:
     """Warn of captions that have the same tokens as another caption of another image."""
     images: dict[str, set[int]] = {}
-    for number, own in enumerate(subject.dataset.caption_prompts()):
-        for text in own:
-            images.setdefault(text, set()).add(number)
+    for i, captions in enumerate(subject.dataset.caption_prompts()):
+        for text in captions:
+            images.setdefault(text, set()).add(i)
+    tokens = number_texts(subject.encoder.model.tokenizer, list(images))
     same: dict[int, list[str]] = {}
-    for text, tokens in zip(images, number_texts(subject.encoder.model.tokenizer, list(images)), strict=True):
-        same.setdefault(tokens, []).append(text)
-    affected = [
-        text for group in same.values() for text in group if any(images[text] != images[one] for one in group)
-    ]
+    for text, text_tokens in zip(images, tokens, strict=True):
+        same.setdefault(text_tokens, []).append(text)
+    affected: list[str] = []
+    for group in same.values():
+        affected += [text for text in group if any(images[text] != images[other] for other in group)]
     if affected:
         subject.warn(
             f"{len(affected):,} of {counted(len(images), 'distinct caption')} have the same tokens as a caption of "
-            f"another image, so the model cannot tell them apart: {_shown(affected)}"
+            f"another image, so the model cannot tell them apart: {_quote(affected)}"
         )
 
 
@@ -121,28 +114,25 @@ def report_choices(subject: Subject) -> None:
     choices = subject.dataset.choices
     if choices is None:
         return
-    texts = list({text: None for own in choices for text in own})
+    texts = list(dict.fromkeys(chain.from_iterable(choices)))
     tokens = dict(zip(texts, number_texts(subject.encoder.model.tokenizer, texts), strict=True))
-    affected = [
-        own[0] for own in choices if any(one != own[0] and tokens[one] == tokens[own[0]] for one in own[1:])
-    ]
+    affected = []
+    for right, *wrong in choices:
+        if any(text != right and tokens[text] == tokens[right] for text in wrong):
+            affected.append(right)
     if affected:
         subject.warn(
             f"{len(affected):,} of {counted(len(choices), 'image')} have a right caption with the same tokens as a "
-            f"wrong one, so the model cannot tell them apart: {_shown(affected)}"
+            f"wrong one, so the model cannot tell them apart: {_quote(affected)}"
         )
 
 
-def _shown(texts: Sequence[str]) -> str:
+def _quote(texts: Sequence[str]) -> str:
     return list_some([repr(text[:_SHOWN]) for text in texts])
 
 
 def zero_shot(subject: Subject, options: Options) -> Outcome:
-    """Run the task ``zero-shot``.
-
-    Raises:
-        DataError: the dataset has no labels or class names, or a metric does not apply to it.
-    """
+    """Run the task ``zero-shot``."""
     report_classes(subject)
     images = subject.images().projected
     return prompt_outcome(subject, options, images, subject.class_weights(), subject.logit_scale)
@@ -169,9 +159,6 @@ def prompt_outcome(
         weights: (D, C).
         logit_scale: factor of their product.
         task: for the scores.
-
-    Raises:
-        DataError: the dataset has no labels or class names, or a metric does not apply to it.
     """
     dataset = subject.dataset
     answers = Answers(dataset, features, weights, logit_scale, subject.device)

@@ -33,14 +33,14 @@ def compositional(subject: Subject, options: Options) -> Outcome:
     report_choices(subject)
     dataset = require_choices(subject.dataset)
     if dataset.choices is None:
-        found = _associations(subject)
+        results = _associations(subject)
     elif dataset.items is not None:
-        found = _winoground(subject, dataset.choices)
+        results = _winoground(subject, dataset.choices)
     else:
-        found = _pairwise(subject, dataset.choices)
+        results = _pairwise(subject, dataset.choices)
     names = [name for name, metric in METRICS.items() if metric.kind == "compositional"]
-    names[names.index("jaccard") + 1 : -1] = [f"jaccard_{size}" for size in found.sizes.unique().tolist()]
-    return Outcome(scores=metric_scores(dataset, names, found, task="compositional"))
+    names[names.index("jaccard") + 1 : -1] = [f"jaccard_{size}" for size in results.sizes.unique().tolist()]
+    return Outcome(scores=metric_scores(dataset, names, results, task="compositional"))
 
 
 def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
@@ -48,10 +48,9 @@ def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
     metadata = subject.dataset.metadata
     similarity = _similarities(subject, choices)  # (N, K), -inf if an image has fewer captions
     correct = pairwise_correct(similarity[:, 0], similarity[:, 1:])  # (N,)
-    chance = float(torch.tensor([1 / len(own) for own in choices], dtype=torch.float64).mean())
-    grouped = (one for one in ("relation", "attribute") if one in metadata and similarity.shape[1] == 2)
-    name = next(grouped, None)
-    if name is None:
+    chance = float(torch.tensor([1 / len(captions) for captions in choices], dtype=torch.float64).mean())
+    name = "relation" if "relation" in metadata else "attribute"
+    if name not in metadata or similarity.shape[1] != 2:
         return Choices(chance=chance, correct=correct)
     _, group = metadata[name].unique(return_inverse=True)
     count = torch.bincount(group)
@@ -69,11 +68,11 @@ def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
     assert dataset.items is not None
     order = dataset.items.argsort(stable=True)  # (N,)
     items, counts = dataset.items.unique(return_counts=True)
-    first, second = order[0::2].tolist(), order[1::2].tolist()
-    if not bool((counts == 2).all()) or any(
-        tuple(choices[a]) != tuple(reversed(choices[b])) or len(choices[a]) != 2
-        for a, b in zip(first, second, strict=True)
-    ):
+    is_paired = bool((counts == 2).all())
+    if is_paired:
+        for i, j in order.view(-1, 2).tolist():
+            is_paired &= len(choices[i]) == 2 and list(choices[i]) == list(reversed(choices[j]))
+    if not is_paired:
         raise DataError(f"dataset {dataset.name}: its items are not two images with each other's captions")
     similarity = _similarities(subject, choices)[order].reshape(len(items), 2, 2)  # (I, image, own or other)
     pairs = torch.stack([similarity[:, 0], similarity[:, 1].flip(1)], dim=1)  # (I, image, caption)
@@ -102,12 +101,13 @@ def _jaccard_of_chance(sizes: Tensor, picks: Tensor) -> Tensor:
         log_factorial = torch.lgamma(torch.tensor(n + 1.0, dtype=torch.float64))
         return log_factorial - torch.lgamma(k + 1) - torch.lgamma(n - k + 1)
 
-    found = {}
-    for n, k in {(int(n), int(k)) for n, k in zip(sizes, picks, strict=True)}:
+    means: dict[tuple[int, int], float] = {}
+    cases = list(zip(sizes.tolist(), picks.long().tolist(), strict=True))
+    for n, k in set(cases):
         hits = torch.arange(max(0, 2 * k - n), k + 1, dtype=torch.float64)
         log = log_choose(k, hits) + log_choose(n - k, k - hits) - log_choose(n, torch.tensor(float(k)))
-        found[n, k] = float((log.exp() * hits / (2 * k - hits)).sum())
-    return torch.tensor([found[int(n), int(k)] for n, k in zip(sizes, picks, strict=True)])
+        means[n, k] = float((log.exp() * hits / (2 * k - hits)).sum())
+    return torch.tensor([means[case] for case in cases])
 
 
 def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
@@ -115,21 +115,19 @@ def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
 
     Equal texts are encoded once.
     """
-    number: dict[str, int] = {}
-    for own in texts:
-        for text in own:
-            number.setdefault(text, len(number))
+    index: dict[str, int] = {}
     longest = max(map(len, texts))
-    column = torch.tensor(
-        [[number[text] for text in own] + [-1] * (longest - len(own)) for own in texts]
-    )  # (N, K)
-    features = subject.texts(list(number)).to(subject.device)  # (T, D)
+    column = torch.full((len(texts), longest), -1)  # (N, K)
+    for i, image_texts in enumerate(texts):
+        for k, text in enumerate(image_texts):
+            column[i, k] = index.setdefault(text, len(index))
+    features = subject.texts(list(index)).to(subject.device)  # (T, D)
     images = subject.images().projected  # (N, D)
-    found = torch.empty(column.shape)
+    cosines = torch.empty(column.shape)
     for start in range(0, len(column), _BLOCK):
         part = column[start : start + _BLOCK].to(subject.device)  # (B, K)
-        own_images = images[start : start + _BLOCK].to(subject.device).float()  # (B, D)
+        part_images = images[start : start + _BLOCK].to(subject.device).float()  # (B, D)
         for k in range(longest):  # gathering (B, K, D) would take K times the memory
-            cosine = (own_images * features[part[:, k].clamp(min=0)]).sum(dim=1)  # (B,)
-            found[start : start + _BLOCK, k] = cosine.masked_fill(part[:, k] < 0, -torch.inf).cpu()
-    return found
+            cosine = (part_images * features[part[:, k].clamp(min=0)]).sum(dim=1)  # (B,)
+            cosines[start : start + _BLOCK, k] = cosine.masked_fill(part[:, k] < 0, -torch.inf).cpu()
+    return cosines

@@ -58,7 +58,8 @@ _log = logging.getLogger("eval")
 _PROGRAM = Path(__file__).parents[2] / "train.py"
 _CONFIG = _PROGRAM.parent / "configs" / "finetune.toml"
 _FORMATS = {b"\x89P": "png", b"RI": "webp", b"GI": "gif", b"BM": "bmp", b"II": "tif", b"MM": "tif"}
-_IMAGES, _HEAD = "pictures", "head"
+_IMAGES = "pictures"
+_HEAD = "head"
 _HELD = "another training"  # in train.py's error about a run that an orphaned process still trains
 _WAIT = 1.0  # seconds between two checks of another process
 _KEPT = "progress is saved; run the same command again to continue"
@@ -104,22 +105,19 @@ class ClassTraining:
             names: names of its classes.
             learn: images to learn from.
             tune: images to choose a learning rate on.
-
-        Raises:
-            DataError: an image cannot be read or decoded.
-            CheckpointError: the head cannot be written.
         """
         if not (self.folder / _HEAD).exists():
             save_model(head, self.folder / _HEAD)
         if (self.folder / _IMAGES).exists():
             return
-        for left in self.folder.glob(f".{_IMAGES}.partial-*"):  # of a killed process
-            shutil.rmtree(left, ignore_errors=True)
+        # of a killed process
+        for partial in self.folder.glob(f".{_IMAGES}.partial-*"):
+            shutil.rmtree(partial, ignore_errors=True)
         with DatasetWriter(self.folder / _IMAGES) as writer:
             for split, images in (("train", learn), (TEST, tune)):
-                for place, (image, label) in enumerate(_read(images)):
+                for i, (image, label) in enumerate(_read_images(images)):
                     record = Record(
-                        key=f"{place:08d}",
+                        key=f"{i:08d}",
                         image=image,
                         extension=_FORMATS.get(image[:2], "jpg"),
                         caption=names[label],
@@ -128,65 +126,72 @@ class ClassTraining:
                     writer.write(split, record)
             writer.finish({"name": "val"}, class_names=names, templates=["{c}"])
 
-    def tuned(self, head: CLIP, rate: float, say: str) -> Mapping[str, float]:
+    def train_to_tune(self, head: CLIP, rate: float, title: str) -> Mapping[str, float]:
         """Train on the images to learn from; return the metrics of the images to tune on."""
         run = self.folder / f"rate_{rate!r}"
-        steps = self._train(
-            head, run, rate, ("train",), say, "eval.data=" + json.dumps([str(self.folder / _IMAGES)])
-        )
-        lines = [line for line in latest_results(run / "results.jsonl") if line.get("step") == steps]
-        return {line["metric"]: float(line["value"]) for line in lines}
+        steps = self._train(head, run, rate, ("train",), title, [str(self.folder / _IMAGES)])
+        lines = latest_results(run / "results.jsonl")
+        return {line["metric"]: float(line["value"]) for line in lines if line.get("step") == steps}
 
-    def final(self, head: CLIP, rate: float, say: str) -> Path:
+    def train_final(self, head: CLIP, rate: float, title: str) -> Path:
         """Train on all images; return the run folder."""
         run = self.folder / f"final_{rate!r}"
-        splits = [one for one in ("train", TEST) if (self.folder / _IMAGES / one).is_dir()]
-        self._train(head, run, rate, splits, say, "eval.data=[]")
+        splits = [split for split in ("train", TEST) if (self.folder / _IMAGES / split).is_dir()]
+        self._train(head, run, rate, splits, title, [])
         return run
 
-    def _train(self, head: CLIP, run: Path, rate: float, splits: Sequence[str], say: str, *more: str) -> int:
-        """Train, or resume, to the end; return the number of steps."""
-        images, log = self.folder / _IMAGES, run.with_name(f"{run.name}.log")
+    def _train(
+        self, head: CLIP, run: Path, rate: float, splits: Sequence[str], title: str, scored: Sequence[str]
+    ) -> int:
+        """Train, or resume, to the end, and score on some datasets; return the number of steps."""
+        images = self.folder / _IMAGES
+        log = run.with_name(f"{run.name}.log")
         counts: dict[str, int] = json.loads((images / "card.json").read_text(encoding="utf-8"))["samples"]
-        samples = sum(counts[one] for one in splits)
+        samples = sum(counts[split] for split in splits)
         batch_size = max(2, min(self.batch_size, samples))
         steps = max(1, round(self.epochs * samples / batch_size))
-        given: Mapping[str, object] = {
+        values: Mapping[str, object] = {
             **_model_settings(head, self.image_size), "model.weights": str(self.folder / _HEAD),
             "model.text": f"classes:{images}/classnames.txt", "loss.name": "classes", "loss.same": "negatives",
-            "data.train": [str(images / one) for one in splits], "data.last": "wrap", "data.max_bad": 0.0,
+            "data.train": [str(images / split) for split in splits], "data.last": "wrap", "data.max_bad": 0.0,
             "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
             "batch_size": batch_size, "optim.lr": rate, "optim.warmup": steps // 10, "optim.average": 0.0,
             "lock.unfreeze_every": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": 10,
-            "checkpoint.keep": 1, "eval.every_steps": 0, "log.tensorboard": False,
+            "checkpoint.keep": 1, "eval.every_steps": 0, "eval.data": scored, "log.tensorboard": False,
         }  # fmt: skip
-        settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in given.items()]
-        print(f"{say}; follow it in {log}", file=sys.stderr, flush=True)
-        told = False
-        while error := self._run([*settings, *more], log, batch_size):
+        settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+        print(f"{title}; follow it in {log}", file=sys.stderr, flush=True)
+        is_waiting = False
+        while error := self._run_train(settings, log, batch_size):
             if _HELD not in error:
                 kind = Diverged if any(run.glob("not_finite*.jsonl")) else DataError
-                raise kind(f"{say}: {error.removeprefix('error: ')} (full log: {log})")
-            if not told:
+                raise kind(f"{title}: {error.removeprefix('error: ')} (full log: {log})")
+            if not is_waiting:
                 print(f"{error.removeprefix('error: ')}; waiting for it", file=sys.stderr, flush=True)
-                told = True
+                is_waiting = True
             time.sleep(_WAIT)
-        made = latest_checkpoint(run)
-        if made is None or parse_step(made.name) < steps:  # another process stopped train.py
-            at = f" at step {parse_step(made.name)} of {steps}" if made is not None else ""
-            raise DataError(f"{say}: it was stopped{at}; {_KEPT}")
+        checkpoint = latest_checkpoint(run)
+        if checkpoint is None:
+            raise DataError(f"{title}: it was stopped; {_KEPT}")
+        # another process stopped train.py
+        if parse_step(checkpoint.name) < steps:
+            raise DataError(
+                f"{title}: it was stopped at step {parse_step(checkpoint.name)} of {steps}; {_KEPT}"
+            )
         return steps
 
-    def _run(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
+    def _run_train(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
         """Run train.py; return its error, or "" if it ended normally or was stopped."""
         # batch normalization needs two images on each
         gpus = min(torch.cuda.device_count(), batch_size // 2) if self.device.type == "cuda" else 0
-        launch = (
-            ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)] if gpus > 1 else []
-        )
-        environment = {**os.environ, **({} if gpus else {"CUDA_VISIBLE_DEVICES": ""})}
+        environment = dict(os.environ)
+        launch: list[str] = []
+        if not gpus:
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        elif gpus > 1:
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
         command = [sys.executable, *launch, str(_PROGRAM), str(_CONFIG), *settings]
-        with log.open("w", encoding="utf-8") as file, _stopped_like_ctrl_c():
+        with log.open("w", encoding="utf-8") as file, _interrupt_on_signals():
             process = subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT)
             try:
                 status = process.wait()
@@ -200,87 +205,79 @@ class ClassTraining:
         return next((line for line in lines if line.startswith("error: ")), f"it exited with status {status}")
 
 
-def _read(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
+def _read_images(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
     """Yield the bytes and the class of each image after checking that it decodes."""
 
-    def read(one: LabelledImage) -> tuple[bytes, int]:
-        dataset, number, label = one
+    def read_image(labelled: LabelledImage) -> tuple[bytes, int]:
+        dataset, i, label = labelled
         try:
-            image = dataset.images.read(number)
+            image = dataset.images.read(i)
             decode_image(image)
         except DataError as error:
-            raise DataError(f"{dataset.describe_image(number)}: {error}; repair or remove it") from error
+            raise DataError(f"{dataset.describe_image(i)}: {error}; repair or remove it") from error
         return image, label
 
     with ThreadPoolExecutor(4) as pool:
         for start in range(0, len(images), 256):
-            yield from pool.map(read, images[start : start + 256])
+            yield from pool.map(read_image, images[start : start + 256])
 
 
 def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
     """Return the settings with which train.py builds the same image tower, for images of another size if given.
 
     A model with the bias of the sigmoid loss or another image size has no name of its own.
-
-    Raises:
-        ConfigError: train.py knows no such image tower by name.
     """
     name, *others = head.name.split(" + ")
-    image = next((one for one in others if one.startswith("timm:")), "")
-    wanted = head.architecture
-    options = wanted.vision.options if isinstance(wanted.vision, TimmVision) else {}
-    size = wanted.vision.image_size
+    image = next((other for other in others if other.startswith("timm:")), "")
+    target = head.architecture
+    options = target.vision.options if isinstance(target.vision, TimmVision) else {}
+    size = target.vision.image_size
     alike: dict[str, object] = {}
-    for known in (name, *ARCHITECTURES, *(one + QUICKGELU for one in ARCHITECTURES)):
+    for candidate in (name, *ARCHITECTURES, *(builtin + QUICKGELU for builtin in ARCHITECTURES)):
         try:
-            shape = create_architecture(known, image=image, image_options=options, image_size=size)
-            vision = shape.vision.replace_channels(wanted.vision.channels)
+            shape = create_architecture(candidate, image=image, image_options=options, image_size=size)
+            vision = shape.vision.replace_channels(target.vision.channels)
         except ConfigError:
             continue
         # initialization does not matter, and exports do not store it
         shape = replace(
             shape,
             vision=vision,
-            text=wanted.text,
-            logit_bias=wanted.logit_bias,
-            small_data=wanted.small_data,
+            text=target.text,
+            logit_bias=target.logit_bias,
+            small_data=target.small_data,
         )
-        found: dict[str, object] = {
-            "model.name": known,
+        settings: dict[str, object] = {
+            "model.name": candidate,
             "model.image": image,
             "model.image_options": json.dumps(options) if options else "",
             "model.image_size": image_size or size,
-            "pixels.channels": wanted.vision.channels,
+            "pixels.channels": target.vision.channels,
         }
-        if shape == wanted:
-            return found
-        selectable = bool(wanted.vision.sizes) and type(shape.vision) is type(wanted.vision)
-        if selectable and replace(shape, embed_dim=wanted.embed_dim, vision=wanted.vision) == wanted:
-            sizes = {f"shape.{setting}": value for setting, value in wanted.vision.size_settings.items()}
-            alike = alike or {**found, **sizes, "shape.embed": wanted.embed_dim}
+        if shape == target:
+            return settings
+        selectable = bool(target.vision.sizes) and type(shape.vision) is type(target.vision)
+        if selectable and replace(shape, embed_dim=target.embed_dim, vision=target.vision) == target:
+            sizes = {f"shape.{setting}": value for setting, value in target.vision.size_settings.items()}
+            alike = alike or {**settings, **sizes, "shape.embed": target.embed_dim}
     if alike:
         return alike
+    this = f"not {head.name!r}" if head.name else "and this one has none"
     raise ConfigError(
-        "fine-tuning needs a model with an architecture that train.py knows by name, "
-        f"{f'not {head.name!r}' if head.name else 'and this one has none'}: "
+        f"fine-tuning needs a model with an architecture that train.py knows by name, {this}: "
         "train one with model.name and model.image"
     )
 
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Wait until no other process trains in a folder; create it if it does not exist.
-
-    Raises:
-        ConfigError: its name has braces.
-        DataError: it cannot be created or written, or what is in it is damaged.
-    """
+    """Wait until no other process trains in a folder; create it if it does not exist."""
     if "{" in str(folder) or "}" in str(folder):
         raise ConfigError(f"{folder} has braces, which would be expanded: choose another folder with --runs")
-    made = False
+    created = False
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        made = True
+        created = True
         lock = FileLock(folder / ".lock")
         lock.acquire(lambda: print(f"another process trains in {folder}: waiting for it", file=sys.stderr))
         try:
@@ -290,37 +287,35 @@ def lock_folder(folder: Path) -> Iterator[None]:
     except CheckpointError as error:
         raise DataError(str(error)) from error
     except OSError as error:
-        if made and not folder.is_dir():
+        if created and not folder.is_dir():
             raise DataError(f"{folder} was removed meanwhile: run the same command to start over") from error
         what = f"{error.filename or folder}: {error.strerror or error}"
         raise DataError(f"{what}: free space there, or choose another folder with --runs; {_KEPT}") from error
 
 
 @contextmanager
-def _stopped_like_ctrl_c() -> Iterator[None]:
+def _interrupt_on_signals() -> Iterator[None]:
     """Raise KeyboardInterrupt on SIGTERM, and SIGHUP unless nohup ignores it, so that no training is orphaned."""
-    numbers = [one for one in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(one) == signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
+    signals = []
+    if threading.current_thread() is threading.main_thread():
+        signals = [
+            name for name in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(name) == signal.SIG_DFL
+        ]
     try:
-        for number in numbers:
-            signal.signal(number, signal.default_int_handler)
+        for name in signals:
+            signal.signal(name, signal.default_int_handler)
         yield
     finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
+        for name in signals:
+            signal.signal(name, signal.SIG_DFL)
 
 
 def fine_tune(subject: Subject, options: Options) -> Outcome:
-    """Run the task ``fine-tune``.
-
-    Raises:
-        DataError: nothing to learn from, or a training failed.
-        ConfigError: train.py cannot build the model by name, or there are several ranks.
-    """
+    """Run the task ``fine-tune``."""
     if subject.encoder.ranks.world > 1:
         raise ConfigError("fine-tune starts its own processes on all GPUs: run it without torchrun")
-    dataset, rates = subject.dataset, tuple(map(float, options.rates))
+    dataset = subject.dataset
+    rates = tuple(map(float, options.rates))
     metrics = fitting_metrics(dataset, subject.metrics)
     train = training_split(subject, "train", "fine-tuning", unseen="initialized only from their prompts")
     if require_labels(train).ndim != 1:
@@ -330,18 +325,24 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
             chosen, held, tuned_on = learn_and_tune(subject, train, options.seed, options.examples)
         except NothingToTuneOn as error:
             raise DataError(f"{error}; a single value of --rates needs none") from error
-        learn, tune = _images(*chosen), _images(*held)
+        learn = _list_images(*chosen)
+        tune = _list_images(*held)
     else:
         drawn = draw_examples(train, options.examples, options.seed) if options.examples else None
-        learn, tune, tuned_on = _images(train, drawn), [], ""
+        learn = _list_images(train, drawn)
+        tune = []
+        tuned_on = ""
     names = make_distinct(dataset.class_names)
-    head = attach_class_head(subject.encoder.model, names, _first_rows(subject, names, options.seed))
-    epochs, batch_size = options.epochs, options.fine_tune_batch
+    head = attach_class_head(subject.encoder.model, names, _initial_rows(subject, names, options.seed))
+    epochs = options.epochs
+    batch_size = options.fine_tune_batch
     try:
         runs = cache_folder() / "fine-tune" if options.runs is None else options.runs.expanduser()
     except RuntimeError as error:
         raise ConfigError(f"--runs {options.runs}: {error}") from error
-    folder = runs / _name(subject, head, learn, tune, (epochs, batch_size, options.seed, options.image_size))
+    folder = runs / _name_folder(
+        subject, head, learn, tune, (epochs, batch_size, options.seed, options.image_size)
+    )
     training = ClassTraining(
         folder=folder,
         epochs=epochs,
@@ -353,8 +354,10 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
     metric = tuning_metric(metrics if subject.metrics else (), require_labels(dataset))
     with lock_folder(folder):
         training.prepare(head, names, learn, tune)
-        rate = rates[0] if len(rates) == 1 else _best(training, head, rates, metric, dataset.name)
-        run = training.final(head, rate, f"fine-tuning on {dataset.name} at rate {rate:g}, for the test")
+        rate = rates[0] if len(rates) == 1 else _select_rate(training, head, rates, metric, dataset.name)
+        run = training.train_final(
+            head, rate, f"fine-tuning on {dataset.name} at rate {rate:g}, for the test"
+        )
         model = clipkit.load(run, device=str(subject.device))
     encoder = Encoder(model, store=subject.encoder.store, batch_size=subject.encoder.batch_size)
     with torch.no_grad():
@@ -382,7 +385,7 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
     return Outcome(scores=scores, details=[replace(details, tuned_on=tuned_on, chosen_rate=rate)])
 
 
-def _first_rows(subject: Subject, names: Sequence[str], seed: int) -> Tensor:
+def _initial_rows(subject: Subject, names: Sequence[str], seed: int) -> Tensor:
     """Return the zero-shot classifier, (C, O), or random rows if the model has a head of other classes."""
     shape = subject.encoder.model.architecture
     if shape.text.classes and not set(names) <= set(shape.text.classes):
@@ -391,13 +394,13 @@ def _first_rows(subject: Subject, names: Sequence[str], seed: int) -> Tensor:
     return subject.class_weights().T
 
 
-def _images(dataset: EvalDataset, chosen: Tensor | None) -> list[LabelledImage]:
+def _list_images(dataset: EvalDataset, chosen: Tensor | None) -> list[LabelledImage]:
     labels = require_labels(dataset).tolist()
-    numbers = range(len(labels)) if chosen is None else chosen.tolist()
-    return [(dataset, number, labels[number]) for number in numbers]
+    indices = range(len(labels)) if chosen is None else chosen.tolist()
+    return [(dataset, i, labels[i]) for i in indices]
 
 
-def _name(
+def _name_folder(
     subject: Subject,
     head: CLIP,
     learn: Sequence[LabelledImage],
@@ -409,57 +412,59 @@ def _name(
     The head is identified by its inputs, because the last bits of its rows depend on which texts were encoded
     together.
     """
-    model, dataset = subject.encoder.model, subject.dataset
-    of_head = [
+    model = subject.encoder.model
+    dataset = subject.dataset
+    head_inputs = [
         model_hash(model),
         dtype_name(model),
         dataset.prompts(),
         serialize_architecture(head.architecture),
     ]
-    digest = hashlib.sha256(json.dumps([*of_head, *options]).encode())
+    digest = hashlib.sha256(json.dumps([*head_inputs, *options]).encode())
     for images in (learn, tune):
-        of = [[one.split, one.stamp, number, label] for one, number, label in images]
-        digest.update(json.dumps(of).encode())
+        stamps = [[source.split, source.stamp, i, label] for source, i, label in images]
+        digest.update(json.dumps(stamps).encode())
     plain = "".join(c if c.isalnum() or c in "-_" else "_" for c in dataset.name)[:40]
     return f"{plain}-{digest.hexdigest()[:16]}"
 
 
-def _best(training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, name: str) -> float:
+def _select_rate(
+    training: ClassTraining, head: CLIP, rates: Sequence[float], metric: str, name: str
+) -> float:
     """Return the rate with the best metric on the images to tune on; of equal ones, the first.
 
     The metrics of each rate are stored in a file, its training is not.
-
-    Raises:
-        DataError: all rates diverge, or a training failed.
     """
     file = training.folder / "rates.json"
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        stored = json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # a damaged file is rewritten
-        known = {}
-    kept = known.items() if isinstance(known, dict) else ()
-    tried: dict[str, Mapping[str, float]] = {key: values for key, values in kept if isinstance(values, dict)}
-    for number, rate in enumerate(rates, start=1):
+        stored = {}
+    tried: dict[str, Mapping[str, float]] = {}
+    if isinstance(stored, dict):
+        tried = {key: values for key, values in stored.items() if isinstance(values, dict)}
+    for i, rate in enumerate(rates, start=1):
         if f"{rate!r}" not in tried:
             try:
-                say = f"fine-tuning on {name} at rate {rate:g}, {number} of {len(rates)}"
-                tried[f"{rate!r}"] = training.tuned(head, rate, say)
+                title = f"fine-tuning on {name} at rate {rate:g}, {i} of {len(rates)}"
+                tried[f"{rate!r}"] = training.train_to_tune(head, rate, title)
             except Diverged:
                 tried[f"{rate!r}"] = {}
             write_atomic(file, json.dumps(tried))
         shutil.rmtree(training.folder / f"rate_{rate!r}", ignore_errors=True)
     values = {rate: tried[f"{rate!r}"] for rate in rates}
-    if diverged := [f"{rate:g}" for rate, value in values.items() if not value]:
-        shown = ", ".join(diverged)
-        if len(diverged) == len(rates):
-            raise DataError(f"fine-tuning on {name} diverges at all of the rates {shown}: use lower --rates")
-        _log.warning("dataset %s: training diverges at the rates %s", name, shown)
-    rate = max(rates, key=lambda one: values[one].get(metric, values[one].get("acc1", -math.inf)))
-    if rate in (min(rates), max(rates)):
-        _log.warning(
-            "dataset %s: of the rates %s, the %s is best; %s rates may be better",
-            name,
-            ", ".join(f"{one:g}" for one in sorted(rates)),
-            *(("lowest", "lower") if rate == min(rates) else ("highest", "higher")),
+    diverged = [f"{rate:g}" for rate, value in values.items() if not value]
+    if len(diverged) == len(rates):
+        raise DataError(
+            f"fine-tuning on {name} diverges at all of the rates {', '.join(diverged)}: use lower --rates"
         )
-    return rate
+    if diverged:
+        _log.warning("dataset %s: training diverges at the rates %s", name, ", ".join(diverged))
+    best = max(rates, key=lambda rate: values[rate].get(metric, values[rate].get("acc1", -math.inf)))
+    message = "dataset %s: of the rates %s, the %s is best; %s rates may be better"
+    listed = ", ".join(f"{rate:g}" for rate in sorted(rates))
+    if best == min(rates):
+        _log.warning(message, name, listed, "lowest", "lower")
+    elif best == max(rates):
+        _log.warning(message, name, listed, "highest", "higher")
+    return best

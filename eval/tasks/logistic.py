@@ -48,10 +48,12 @@ class Rows:
     def __init__(self, *parts: Tensor | Part) -> None:
         self._parts: list[Part] = []
         for part in parts:
-            table, chosen = part if isinstance(part, tuple) else (part, None)
+            if isinstance(part, Tensor):
+                part = part, None
+            table, chosen = part
             if chosen is not None and chosen.numel() * table.shape[1] * 4 <= _HELD:
-                table, chosen = table[chosen], None
-            self._parts.append((table, chosen))
+                part = table[chosen], None
+            self._parts.append(part)
         self.width = self._parts[0][0].shape[1]
 
     def __len__(self) -> int:
@@ -69,7 +71,7 @@ class Rows:
         return Rows(*(table.to(device, torch.float32) for table in tables))
 
     def blocks(self, rows: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield blocks of at most ``rows`` rows: their places, and (≤ rows, W) as stored."""
+        """Yield blocks of at most ``rows`` rows: their slice, and (≤ rows, W) as stored."""
         start = 0
         for table, chosen in self._parts:
             n = len(table if chosen is None else chosen)
@@ -127,7 +129,8 @@ class LogisticProblem:
     ) -> None:
         assert len(rows) == len(labels)
         self._device = device or torch.device("cpu")
-        self._classes, self._n = classes, len(rows)
+        self._classes = classes
+        self._n = len(rows)
         self._rows = rows.on(self._device)
         self._always = torch.zeros(classes, dtype=torch.bool)
         if labels.ndim == 1:
@@ -189,17 +192,19 @@ class LogisticProblem:
         """
         with full_float32(self._device):
             descent = _Descent(self, 1 / (C * self._n), self._parameters(start))
-            converged = descent.run(max(tolerance, _FLOAT32_LIMIT), max_iterations)
+            converged = descent.minimize(max(tolerance, _FLOAT32_LIMIT), max_iterations)
             if tolerance < _FLOAT32_LIMIT if converged else descent.iterations < max_iterations:
                 descent.use_float64()
-                converged = descent.run(tolerance, max_iterations)
-        weight, bias = (one.cpu() for one in self._classifier(descent.point.at, torch.float64))
+                converged = descent.minimize(tolerance, max_iterations)
+        weight, bias = self._classifier(descent.point.at, torch.float64)
         if self._binary:  # ∓ half of the single logit gives the same probabilities
-            weight, bias = torch.cat([-weight, weight]) / 2, torch.cat([-bias, bias]) / 2
+            weight = torch.cat([-weight, weight]) / 2
+            bias = torch.cat([-bias, bias]) / 2
         all_weights = torch.zeros(self._classes, self._rows.width, dtype=torch.float64)
         all_biases = torch.full((self._classes,), -math.inf, dtype=torch.float64)
         all_biases[self._always] = math.inf
-        all_weights[self._present], all_biases[self._present] = weight, bias
+        all_weights[self._present] = weight.cpu()
+        all_biases[self._present] = bias.cpu()
         return LogisticFit(
             weight=all_weights,
             bias=all_biases,
@@ -214,19 +219,20 @@ class LogisticProblem:
         """Return the (K, P) parameters of a fit along the principal directions, zeros for None."""
         if fit is None:
             return torch.zeros(self._logits, len(self._variance), dtype=torch.float64, device=self._device)
-        weight, bias = fit.weight[self._present], fit.bias[self._present].nan_to_num(0.0, 0.0, 0.0)
+        weight = fit.weight[self._present].to(self._device)
+        bias = fit.bias[self._present].nan_to_num(0.0, 0.0, 0.0).to(self._device)
         if self._binary:
-            weight, bias = weight[1:] - weight[:1], bias[1:] - bias[:1]
-        weight, bias = weight.to(self._device), bias.to(self._device)
+            weight = weight[1:] - weight[:1]
+            bias = bias[1:] - bias[:1]
         turned = torch.cat([weight @ self._turn[torch.float64], (bias + weight @ self._mean)[:, None]], dim=1)
-        return self._centred(turned) * self._used
+        return self._center(turned) * self._used
 
     def _classifier(self, at: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return weights (K, W) and float64 biases (K,), the inverse of ``_parameters``."""
         weight = at[:, :-1].to(dtype) @ self._turn[dtype].T  # (K, W)
         return weight, at[:, -1] - weight.double() @ self._mean
 
-    def _centred(self, vector: Tensor) -> Tensor:
+    def _center(self, vector: Tensor) -> Tensor:
         """Subtract the classes' mean of (K, P), which changes no softmax and is 0 at the minimum."""
         return vector - vector.mean(dim=0) if self._softmax else vector
 
@@ -235,12 +241,14 @@ class LogisticProblem:
         weight, bias = self._classifier(at, dtype)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         slopes = torch.zeros_like(weight, dtype=torch.float64)  # (K, W)
-        errors, curvature = torch.zeros_like(bias), torch.zeros_like(bias)  # (K,)
-        transposed, shift = weight.T, bias.to(dtype)
+        errors = torch.zeros_like(bias)  # (K,)
+        curvature = torch.zeros_like(bias)
+        shift = bias.to(dtype)
         for block, stored in self._rows.blocks(self._block):
             features = stored.to(self._device, dtype)  # (rows, W)
-            logits = torch.addmm(shift, features, transposed)  # (rows, K)
-            losses, error = (_softmax if self._softmax else _sigmoid)(logits, self._targets[block])
+            logits = torch.addmm(shift, features, weight.T)  # (rows, K)
+            loss = _softmax if self._softmax else _sigmoid
+            losses, error = loss(logits, self._targets[block])
             total += losses.sum(dtype=torch.float64)
             slopes += error.T @ features
             errors += error.sum(dim=0)
@@ -271,20 +279,20 @@ def _softmax(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     The target's probability is kept apart so that no small error is a difference of numbers close to 1.
     """
     labels = labels[:, None]
-    own = logits.gather(1, labels)  # (rows, 1)
+    right = logits.gather(1, labels)  # (rows, 1)
     most = logits.amax(dim=1, keepdim=True)
     powers = logits.sub_(most).exp_()
-    own_power = powers.gather(1, labels)
+    right_power = powers.gather(1, labels)
     rest = powers.scatter_(1, labels, 0.0).sum(dim=1, keepdim=True)
-    total = rest + own_power
+    total = rest + right_power
     errors = powers.div_(total).scatter_(1, labels, -rest / total)
-    losses = torch.where(own_power > 1e-30, torch.log1p(rest / own_power), most - own + total.log())
+    losses = torch.where(right_power > 1e-30, torch.log1p(rest / right_power), most - right + total.log())
     return losses, errors
 
 
-def _sigmoid(logits: Tensor, shown: Tensor) -> tuple[Tensor, Tensor]:
+def _sigmoid(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Return binary cross-entropies and probabilities minus targets, both (rows, K); overwrites the logits."""
-    sign = 1.0 - 2.0 * shown.to(logits.dtype)
+    sign = 1.0 - 2.0 * targets.to(logits.dtype)
     logits *= sign
     return F.softplus(logits), sign * torch.sigmoid(logits)
 
@@ -293,10 +301,13 @@ class _Descent:
     """L-BFGS from (K, P) parameters, first in float32."""
 
     def __init__(self, problem: LogisticProblem, penalty: float, start: Tensor) -> None:
-        self._problem, self._penalty = problem, penalty
+        self._problem = problem
+        self._penalty = penalty
         self._dtype = torch.float32
-        self._steps: list[tuple[Tensor, Tensor, float]] = []  # step, change of the gradient, their product
-        self.iterations, self.evaluations = 0, 0
+        # step, change of the gradient, their product
+        self._steps: list[tuple[Tensor, Tensor, float]] = []
+        self.iterations = 0
+        self.evaluations = 0
         self.point = self._evaluate(start)
 
     def use_float64(self) -> None:
@@ -307,7 +318,7 @@ class _Descent:
         self.evaluations += 1
         return self._problem._evaluate(at, self._penalty, self._dtype)
 
-    def run(self, tolerance: float, max_iterations: int) -> bool:
+    def minimize(self, tolerance: float, max_iterations: int) -> bool:
         """Descend until another step would not matter; return whether that was reached."""
         problem = self._problem
         variance = problem._variance
@@ -320,23 +331,24 @@ class _Descent:
             inverse = problem._used / (curvature * (variance + floor) + penalty)
             direction = self._direction(inverse)
             # either step alone may be small although the minimum is far
-            steps = (direction, problem._centred(self.point.gradient * inverse))
-            change = max(float((one.square() * variance).sum()) for one in steps)
+            steps = (direction, problem._center(self.point.gradient * inverse))
+            change = max(float((step.square() * variance).sum()) for step in steps)
             if change <= tolerance**2 * float((self.point.at.square() * variance).sum()):
                 return True
             if self.iterations >= max_iterations:
                 return False
-            found = self._search(direction)
-            if found is None:
+            point = self._search(direction)
+            if point is None:
                 if not self._steps:
                     return False
                 self._steps.clear()  # retry with the preconditioner alone
                 continue
-            step, turn = found.at - self.point.at, found.gradient - self.point.gradient
+            step = point.at - self.point.at
+            turn = point.gradient - self.point.gradient
             product = float((step * turn).sum())
             if product > 0:
                 self._steps = [*self._steps[1 - _MEMORY :], (step, turn, product)]
-            self.point = found
+            self.point = point
             self.iterations += 1
 
     def _direction(self, inverse: Tensor) -> Tensor:
@@ -350,7 +362,7 @@ class _Descent:
         if self._steps:  # scaled as the last step found
             _, turn, product = self._steps[-1]
             inverse = inverse * (product / float((turn.square() * inverse).sum()))
-        vector = self._problem._centred(vector * inverse)
+        vector = self._problem._center(vector * inverse)
         for (step, turn, product), factor in zip(self._steps, reversed(factors), strict=True):
             vector = vector + (factor - float((turn * vector).sum()) / product) * step
         return -vector
@@ -362,15 +374,20 @@ class _Descent:
         if not slope < 0:
             return None
         rounding = torch.finfo(self._dtype).eps * abs(here.value)
-        low, high, length = 0.0, math.inf, 1.0
-        low_slope, high_slope = slope, math.nan
+        low = 0.0
+        low_slope = slope
+        high = math.inf
+        high_slope = math.nan
+        length = 1.0
         for _ in range(_TRIES):
             there = self._evaluate(here.at + length * direction)
             slope_there = float((there.gradient * direction).sum())
             if not there.value <= here.value + 1e-4 * length * slope + rounding or slope_there > -0.9 * slope:
-                high, high_slope = length, slope_there
+                high = length
+                high_slope = slope_there
             elif slope_there < 0.9 * slope:
-                low, low_slope = length, slope_there
+                low = length
+                low_slope = slope_there
             else:
                 return there
             if math.isinf(high):

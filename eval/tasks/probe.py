@@ -55,9 +55,6 @@ def training_split(
         split: name of the split to learn from.
         learner: description of the task, for messages.
         unseen: what becomes of classes without training images, for a warning.
-
-    Raises:
-        DataError: there is no such split, or it has other classes.
     """
     dataset, train = subject.dataset, subject.split(split)
     if train is None:
@@ -66,11 +63,12 @@ def training_split(
         raise DataError(
             f"dataset {dataset.name}: {learner} learns from {split}, so score it on another split"
         )
-    labels = _labels_like(dataset, train)
+    labels = _check_classes(dataset, train)
     subject.count_overlap(split)
     if labels.ndim == 1:
         counts = torch.bincount(labels, minlength=len(dataset.class_names)).tolist()
-        if empty := [repr(name) for name, n in zip(dataset.class_names, counts, strict=True) if not n]:
+        empty = [repr(name) for name, n in zip(dataset.class_names, counts, strict=True) if not n]
+        if empty:
             _log.warning(
                 "dataset %s: classes without training images, %s: %s",
                 dataset.name,
@@ -80,8 +78,8 @@ def training_split(
     return train
 
 
-def _labels_like(dataset: EvalDataset, other: EvalDataset) -> Tensor:
-    """Return the labels of another split after checking that they mean the same."""
+def _check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
+    """Check that another split has labels of the same classes, and return them."""
     labels = require_labels(other)
     if other.class_names != dataset.class_names or labels.ndim != require_labels(dataset).ndim:
         raise DataError(
@@ -90,7 +88,7 @@ def _labels_like(dataset: EvalDataset, other: EvalDataset) -> Tensor:
     return labels
 
 
-def _one_label(dataset: EvalDataset, labels: Tensor, learner: str) -> None:
+def _check_one_label(dataset: EvalDataset, labels: Tensor, learner: str) -> None:
     if labels.ndim != 1:
         raise DataError(f"dataset {dataset.name} has several labels per image, but {learner} needs one")
 
@@ -108,9 +106,6 @@ def learn_and_tune(
 
     Returns:
         Both, and "val", "a fifth of train", or "a fifth of N images of train".
-
-    Raises:
-        DataError: the split ``val`` has other classes, or no class has an image to spare.
     """
     dataset, labels = subject.dataset, require_labels(train)
     if examples:
@@ -118,12 +113,13 @@ def learn_and_tune(
         if len(drawn) < CARVED:
             raise NothingToTuneOn(f"dataset {train.name}: {len(drawn)} training images leave none to tune on")
         tuned = round(len(drawn) / CARVED)
-        learn, tune = (one.sort().values for one in (drawn[tuned:], drawn[:tuned]))
+        learn = drawn[tuned:].sort().values
+        tune = drawn[:tuned].sort().values
         return (train, learn), (train, tune), f"a fifth of {len(drawn):,} images of train"
     # images that are scored are not tuned on
     val = subject.split("val") if dataset.split != "val" else None
     if val is not None:
-        _labels_like(dataset, val)
+        _check_classes(dataset, val)
         return (train, None), (val, None), "val"
     learn, tune = carve_validation(labels, revision=train.revision, seed=seed)
     if not len(tune):
@@ -146,7 +142,7 @@ def draw_examples(train: EvalDataset, examples: int, seed: int) -> Tensor:
 
     A smaller number of examples gives a subset.
     """
-    return _shuffled(torch.arange(len(require_labels(train))), f"{train.revision} {seed} examples")[:examples]
+    return _shuffle(torch.arange(len(require_labels(train))), f"{train.revision} {seed} examples")[:examples]
 
 
 def carve_validation(labels: Tensor, *, revision: str, seed: int) -> tuple[Tensor, Tensor]:
@@ -161,34 +157,38 @@ def carve_validation(labels: Tensor, *, revision: str, seed: int) -> tuple[Tenso
     if not len(labels):
         return torch.arange(0), torch.arange(0)
     if labels.ndim == 1:
-        of = shuffled_classes(labels, int(labels.max()) + 1, revision=revision, seed=seed)
+        groups = shuffle_classes(labels, int(labels.max()) + 1, revision=revision, seed=seed)
     else:
-        of = [_shuffled(torch.arange(len(labels)), f"{revision} {seed}")]
-    taken = [min(max(1, round(len(own) / CARVED)), max(0, len(own) - 1)) for own in of]
-    learn = torch.cat([own[n:] for own, n in zip(of, taken, strict=True)])
-    tune = torch.cat([own[:n] for own, n in zip(of, taken, strict=True)])
-    return learn.sort().values, tune.sort().values
+        groups = [_shuffle(torch.arange(len(labels)), f"{revision} {seed}")]
+    learn: list[Tensor] = []
+    tune: list[Tensor] = []
+    for images in groups:
+        n = min(max(1, round(len(images) / CARVED)), max(0, len(images) - 1))
+        learn.append(images[n:])
+        tune.append(images[:n])
+    return torch.cat(learn).sort().values, torch.cat(tune).sort().values
 
 
-def shuffled_classes(labels: Tensor, classes: int, *, revision: str, seed: int) -> list[Tensor]:
+def shuffle_classes(labels: Tensor, classes: int, *, revision: str, seed: int) -> list[Tensor]:
     """Shuffle the images of each class: C int64 tensors, empty for a class without images.
 
     The order depends only on the images of the class, its number, the revision and the seed.
     """
     order = torch.argsort(labels, stable=True)
     counts = torch.bincount(labels, minlength=classes).tolist()
-    return [_shuffled(own, f"{revision} {seed} {label}") for label, own in enumerate(order.split(counts))]
+    groups = enumerate(order.split(counts))
+    return [_shuffle(images, f"{revision} {seed} {label}") for label, images in groups]
 
 
 def draw_shots(shuffled: list[Tensor], k: int) -> Tensor:
     """Return the first k images of each shuffled class, sorted; a smaller k gives a subset."""
-    return torch.cat([own[:k] for own in shuffled]).sort().values
+    return torch.cat([images[:k] for images in shuffled]).sort().values
 
 
-def _shuffled(numbers: Tensor, key: str) -> Tensor:
+def _shuffle(images: Tensor, key: str) -> Tensor:
     digest = hashlib.sha256(key.encode()).digest()
     random = np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
-    return numbers[torch.from_numpy(random.permutation(len(numbers)))]
+    return images[torch.from_numpy(random.permutation(len(images)))]
 
 
 # Linear probe, by the protocol of the CLIP paper (Radford et al. 2021, arXiv 2103.00020, appendix A.3): L-BFGS of
@@ -214,13 +214,14 @@ def halving_search(value_at: Callable[[int], float]) -> int:
     Args:
         value_at: called once per step, first with 96, 80, … 0.
     """
-    found: dict[int, float] = {}
-    width, steps = _FIRST, list(range(STEPS, -1, -_FIRST))
+    values: dict[int, float] = {}
+    width = _FIRST
+    steps = list(range(STEPS, -1, -_FIRST))
     while True:
         for step in steps:
-            if step not in found:
-                found[step] = value_at(step)
-        peak = max(found, key=lambda step: (found[step], step))
+            if step not in values:
+                values[step] = value_at(step)
+        peak = max(values, key=lambda step: (values[step], step))
         if width == 1:
             return peak
         width //= 2
@@ -264,9 +265,6 @@ def sweep_penalties(
         metric: the result of ``tuning_metric``.
         device: of the computation; the CPU by default.
         refit: whether the final fit includes the validation images.
-
-    Raises:
-        DataError: fewer than two classes to learn from, or the metric is undefined for the validation labels.
     """
     device = device or torch.device("cpu")
     problem = LogisticProblem(train, train_labels, classes, device=device)
@@ -277,34 +275,34 @@ def sweep_penalties(
         nearest = min(fits, key=lambda other: (abs(other - step), other), default=None)
         start = None if nearest is None else fits[nearest]
         fit = fits[step] = problem.fit(1 / get_penalty(step), start=start, tolerance=_COMPARED)
-        tried[fit.C] = _value(metric, val, val_labels, fit.classifier(), device)
+        tried[fit.C] = _compute_metric(metric, val, val_labels, fit.classifier(), device)
         return tried[fit.C]
 
     step = halving_search(value_at)
     if refit:
         problem = LogisticProblem(train + val, torch.cat([train_labels, val_labels]), classes, device=device)
-    fit = problem.fit(1 / get_penalty(step), start=fits[step])
-    unconverged = tuple(one.C for one in fits.values() if not one.converged)
-    return LinearSweep(fit=fit, tried=tried, unconverged=unconverged)
+    final = problem.fit(1 / get_penalty(step), start=fits[step])
+    unconverged = tuple(fit.C for fit in fits.values() if not fit.converged)
+    return LinearSweep(fit=final, tried=tried, unconverged=unconverged)
 
 
-def _value(name: str, rows: Rows, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
+def _compute_metric(name: str, rows: Rows, labels: Tensor, classifier: Tensor, device: torch.device) -> float:
     """Compute a metric of a (W + 1, C) classifier without its interval."""
     metric = METRICS[name]
     assert metric.value is not None
-    found = []
-    for places, block in rows.blocks(_BLOCK):
-        features = _with_ones(block)
+    outputs = []
+    for part, block in rows.blocks(_BLOCK):
+        features = _append_ones(block)
         if metric.value_from == "ranks":
-            found.append(class_ranks(features, classifier, labels[places], device=device))
+            outputs.append(class_ranks(features, classifier, labels[part], device=device))
         elif metric.value_from == "predictions":
-            found.append(top_classes(features, classifier, device=device).classes[:, 0])
+            outputs.append(top_classes(features, classifier, device=device).classes[:, 0])
         else:
-            found.append(class_scores(features, classifier, device=device))
-    return metric.value(torch.cat(found), labels)
+            outputs.append(class_scores(features, classifier, device=device))
+    return metric.value(torch.cat(outputs), labels)
 
 
-def _with_ones(features: Tensor) -> Tensor:
+def _append_ones(features: Tensor) -> Tensor:
     """Append a column of ones, the input of the biases: (N, W + 1) float32."""
     return F.pad(features.float(), (0, 1), value=1.0)
 
@@ -348,16 +346,13 @@ def linear_probes(
         layers: blocks of the image tower, from 1, whose tokens are probed; True for all.
         seed: seed for drawing the images to tune on if there is no split ``val``.
         examples: number of training images that are used, see ``learn_and_tune``; 0 for all.
-
-    Raises:
-        DataError: there is nothing to learn from, or a metric is undefined for the labels.
-        ConfigError: the image tower has no such layer.
     """
-    known = layer_count(subject.encoder.model)
+    count = layer_count(subject.encoder.model)
     if isinstance(layers, bool):
-        layers = range(1, known + 1) if layers else ()
-    if wrong := [layer for layer in layers if not 1 <= layer <= known]:
-        raise ConfigError(f"no layer {wrong[0]}: the image tower has {known} that can be probed")
+        layers = range(1, count + 1) if layers else ()
+    for depth in layers:
+        if not 1 <= depth <= count:
+            raise ConfigError(f"no layer {depth}: the image tower has {count} that can be probed")
     for layer in (None, *dict.fromkeys(layers)):
         yield _probe(subject, layer, seed, examples)
 
@@ -370,23 +365,32 @@ def _probe(subject: Subject, layer: int | None, seed: int, examples: int) -> Lin
     if tuned_on == "val":
         subject.count_overlap("val")
 
-    def part(chosen: Chosen) -> tuple[Rows, Tensor]:
-        split, numbers = chosen
-        features: Part = (subject.images(split.split, layer=layer).before_projection, numbers)
-        return Rows(features), require_labels(split) if numbers is None else require_labels(split)[numbers]
+    def select_rows(chosen: Chosen) -> tuple[Rows, Tensor]:
+        split, images = chosen
+        features: Part = (subject.images(split.split, layer=layer).before_projection, images)
+        labels = require_labels(split)
+        return Rows(features), labels if images is None else labels[images]
 
     metric = tuning_metric(metrics if subject.metrics else (), require_labels(train))
     try:
-        found = sweep_penalties(
-            *part(learn), *part(tune), len(dataset.class_names), metric=metric, device=subject.device
+        result = sweep_penalties(
+            *select_rows(learn),
+            *select_rows(tune),
+            len(dataset.class_names),
+            metric=metric,
+            device=subject.device,
         )
     except DataError as error:
         raise DataError(f"dataset {dataset.name}: {error}") from error
-    if found.unconverged or not found.fit.converged:
+    if result.unconverged or not result.fit.converged:
         _log.warning("dataset %s: some fits of the linear probe took all of their 1,000 steps", dataset.name)
-    tested = _with_ones(subject.images(layer=layer).before_projection)
-    answers = Answers(dataset, tested, found.fit.classifier(), 1.0, subject.device)
-    settings = [f"{examples:,} examples"] * bool(examples) + [f"layer {layer}"] * (layer is not None)
+    tested = _append_ones(subject.images(layer=layer).before_projection)
+    answers = Answers(dataset, tested, result.fit.classifier(), 1.0, subject.device)
+    settings = []
+    if examples:
+        settings.append(f"{examples:,} examples")
+    if layer is not None:
+        settings.append(f"layer {layer}")
     setting = ", ".join(settings)
     return LinearProbe(
         scores=classification_scores(answers, task="linear-probe", metrics=metrics, setting=setting),
@@ -394,7 +398,7 @@ def _probe(subject: Subject, layer: int | None, seed: int, examples: int) -> Lin
         setting=setting,
         tuned_on=tuned_on,
         tuned_by=metric,
-        sweep=found,
+        sweep=result,
     )
 
 
@@ -405,7 +409,7 @@ def linear_probe(subject: Subject, options: Options) -> Outcome:
     for probe in linear_probes(subject, layers=options.layers, seed=options.seed, examples=options.examples):
         scores += probe.scores
         if options.details and probe.answers.labels.dim() == 1:
-            own = prediction_details(
+            layer_details = prediction_details(
                 subject.dataset,
                 probe.answers.top.classes[:, 0],
                 task="linear-probe",
@@ -413,7 +417,7 @@ def linear_probe(subject: Subject, options: Options) -> Outcome:
                 confidence=probe.answers.top.probabilities[:, 0],
                 chosen_c=probe.sweep.fit.C,
             )
-            details.append(replace(own, tuned_on=probe.tuned_on))
+            details.append(replace(layer_details, tuned_on=probe.tuned_on))
     return Outcome(scores=scores, details=details)
 
 
@@ -429,17 +433,13 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
 
     The 95% interval of a mean is Student's over the draws, for the same test images; None for one draw. The
     standard deviation is that of a sample, 0 for one draw.
-
-    Raises:
-        DataError: there is no split ``train`` (or ``val`` if tuned), it has several labels per image, or the
-            smallest class has fewer images than any of the shots.
     """
     dataset = subject.dataset
     train = training_split(subject, "train", "few-shot classification")
     labels, classes = require_labels(train), len(dataset.class_names)
-    _one_label(dataset, labels, "few-shot classification")
+    _check_one_label(dataset, labels, "few-shot classification")
     features = subject.images("train").before_projection
-    tested = _with_ones(subject.images().before_projection)
+    tested = _append_ones(subject.images().before_projection)
     counts = torch.bincount(labels, minlength=classes)
     if int((counts > 0).sum()) < 2:
         raise DataError(
@@ -447,34 +447,35 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
         )
     least = int(counts[counts > 0].min())
     name = dataset.class_names[int((counts == least).nonzero()[0])]
-    possible = _possible(
+    possible = _select_possible(
         subject, options.shots, least, "-shot", f"class {name!r} has {counted(least, 'image')}"
     )
-    draws = [shuffled_classes(labels, classes, revision=train.revision, seed=seed) for seed in options.seeds]
+    draws = [shuffle_classes(labels, classes, revision=train.revision, seed=seed) for seed in options.seeds]
     scores: list[Score] = []
     for estimator in options.estimators:
         metrics = fitting_metrics(dataset, subject.metrics)
         if estimator == "ridge":
-            metrics = _without_probabilities(metrics)
+            metrics = _drop_probability_metrics(metrics)
         for k in possible:
             setting = f"{k}-shot" + ("" if estimator == "ridge" else f" {estimator}")
             if estimator == "logistic" and options.tuned:
                 setting += " tuned on val"
-            of_seeds = []
-            for chosen in (draw_shots(own, k) for own in draws):
-                few, shown = features[chosen], labels[chosen]
+            scores_of_seeds = []
+            for draw in draws:
+                chosen = draw_shots(draw, k)
                 if estimator == "ridge":
-                    classifier = ridge_classifier(few, shown, classes)
+                    classifier = ridge_classifier(features[chosen], labels[chosen], classes)
                 elif options.tuned:
-                    classifier = _tuned_on_val(subject, few, shown)
+                    classifier = _fit_tuned_on_val(subject, features[chosen], labels[chosen])
                 else:
-                    problem = LogisticProblem(Rows(few), shown, classes, device=subject.device)
+                    rows = Rows(features[chosen])
+                    problem = LogisticProblem(rows, labels[chosen], classes, device=subject.device)
                     classifier = problem.fit(1.0).classifier()
                 answers = Answers(dataset, tested, classifier, 1.0, subject.device)
-                of_seeds.append(
+                scores_of_seeds.append(
                     classification_scores(answers, task="few-shot", metrics=metrics, setting=setting)
                 )
-            for same in zip(*of_seeds, strict=True):
+            for same in zip(*scores_of_seeds, strict=True):
                 values = [score.value for score in same]
                 low, high = interval_over_seeds(values) or (None, None)
                 deviation = replace(
@@ -490,38 +491,39 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
     return Outcome(scores=scores)
 
 
-def _tuned_on_val(subject: Subject, features: Tensor, labels: Tensor) -> Tensor:
+def _fit_tuned_on_val(subject: Subject, features: Tensor, labels: Tensor) -> Tensor:
     val = training_split(subject, "val", "the choice of C")
-    named = fitting_metrics(subject.dataset, subject.metrics) if subject.metrics else ()
-    found = sweep_penalties(
+    metrics = fitting_metrics(subject.dataset, subject.metrics) if subject.metrics else ()
+    result = sweep_penalties(
         Rows(features),
         labels,
         Rows(subject.images("val").before_projection),
         require_labels(val),
         len(subject.dataset.class_names),
-        metric=tuning_metric(named, labels),
+        metric=tuning_metric(metrics, labels),
         device=subject.device,
         refit=False,
     )
-    return found.fit.classifier()
+    return result.fit.classifier()
 
 
-def _possible(subject: Subject, wanted: Sequence[int], most: int, unit: str, reason: str) -> list[int]:
+def _select_possible(subject: Subject, values: Sequence[int], most: int, unit: str, reason: str) -> list[int]:
     """Return the numbers that are small enough, sorted; warn of the others."""
     name = subject.dataset.name
-    possible = sorted({k for k in wanted if k <= most})
+    possible = sorted({k for k in values if k <= most})
     if not possible:
         raise DataError(f"dataset {name}: {reason} to learn from; use at most {most:,}")
-    if left_out := sorted({k for k in wanted if k > most}):
+    left_out = sorted(set(values).difference(possible))
+    if left_out:
         _log.warning(
             "dataset %s: skipping %s%s, %s to learn from", name, ", ".join(map(str, left_out)), unit, reason
         )
     return possible
 
 
-def _without_probabilities(metrics: Sequence[str]) -> tuple[str, ...]:
+def _drop_probability_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
     """Return the metrics that do not need logits."""
-    return tuple(one for one in metrics if one not in METRICS or not METRICS[one].needs_probabilities)
+    return tuple(name for name in metrics if name not in METRICS or not METRICS[name].needs_probabilities)
 
 
 def interval_over_seeds(values: Sequence[float]) -> tuple[float, float] | None:
@@ -595,7 +597,9 @@ def ridge_classifier(features: Tensor, labels: Tensor, classes: int, *, penalty:
 # the training image of lower index is taken.
 
 TEMPERATURE = 0.07
-_ROWS, _COLUMNS = 512, 1 << 14  # similarities at a time: 32 MiB, plus a few arrays of that size
+# similarities at a time: 32 MiB, plus a few arrays of that size
+_ROWS = 512
+_COLUMNS = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -630,15 +634,16 @@ def nearest_neighbours(
             block = slice(start, start + _ROWS)
             rows = queries[block].to(device, torch.float32)
             best = torch.empty(len(rows), 0, device=device)
-            place = torch.empty(len(rows), 0, dtype=torch.int64, device=device)
+            nearest = torch.empty(len(rows), 0, dtype=torch.int64, device=device)
             for first in range(0, len(training), _COLUMNS):
                 columns = training[first : first + _COLUMNS].to(device, torch.float32)
                 value, column = stable_top_k(rows @ columns.T, k)
-                best, place = torch.cat([best, value], dim=1), torch.cat([place, column + first], dim=1)
-                # earlier columns come first, so a stable sort keeps ties in the order of their places
-                best, order = best.sort(dim=1, descending=True, stable=True)
-                best, place = best[:, :k], place.gather(1, order[:, :k])
-            similarity[block], index[block] = best.cpu(), place.cpu()
+                # earlier columns come first, so a stable sort keeps ties in their order
+                best, order = torch.cat([best, value], dim=1).sort(dim=1, descending=True, stable=True)
+                best = best[:, :k]
+                nearest = torch.cat([nearest, column + first], dim=1).gather(1, order[:, :k])
+            similarity[block] = best.cpu()
+            index[block] = nearest.cpu()
     return Neighbours(similarity=similarity, index=index)
 
 
@@ -673,26 +678,24 @@ def knn(subject: Subject, options: Options) -> Outcome:
     """Run the task ``knn``: settings "k=20" for weighted votes and "k=20 plain" for equal ones.
 
     The (Q, C) fractions of votes are held in memory.
-
-    Raises:
-        DataError: there is no split ``train``, it has several labels per image, or fewer images than any number of
-            neighbours.
     """
     dataset = subject.dataset
-    metrics = _without_probabilities(fitting_metrics(dataset, subject.metrics))
+    metrics = _drop_probability_metrics(fitting_metrics(dataset, subject.metrics))
     train = training_split(subject, "train", "nearest-neighbor classification")
     labels, classes = require_labels(train), len(dataset.class_names)
-    _one_label(dataset, labels, "nearest-neighbor classification")
+    _check_one_label(dataset, labels, "nearest-neighbor classification")
     n = len(labels)
-    possible = _possible(subject, options.neighbours, n, " neighbors", f"there are {counted(n, 'image')}")
-    found = nearest_neighbours(
+    possible = _select_possible(
+        subject, options.neighbours, n, " neighbors", f"there are {counted(n, 'image')}"
+    )
+    neighbours = nearest_neighbours(
         subject.images().projected, subject.images("train").projected, possible[-1], device=subject.device
     )
     identity = torch.eye(classes)
     scores: list[Score] = []
     for k in possible:
         for setting, temperature in ((f"k={k}", TEMPERATURE), (f"k={k} plain", None)):
-            fractions = count_votes(found, labels, classes, k, temperature=temperature)
+            fractions = count_votes(neighbours, labels, classes, k, temperature=temperature)
             answers = Answers(dataset, fractions, identity, 1.0, subject.device)
             scores += classification_scores(answers, task="knn", metrics=metrics, setting=setting)
     return Outcome(scores=scores)

@@ -10,8 +10,10 @@ Dimensions: N images, T distinct captions, D embedding dimension, P pairs, Q que
 """
 
 from collections import Counter, defaultdict
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from eval.datasets.dataset import require_captions
 from eval.metrics import DIRECTIONS, METRICS, Direction, match_ranks
@@ -26,20 +28,17 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
 
     The scores are R@k (only k below the number of candidates), mean and median rank in both directions, and
     ``mean_R@1``. If images have several captions, the interval of ``text_to_image_R@k`` resamples these together.
-
-    Raises:
-        Unavailable: the dataset has no captions.
-        DataError: they are all the same.
     """
     report_captions(subject)
     dataset = subject.dataset
     captions = require_captions(dataset)
-    copies = Counter(caption for own in captions for caption in own)
-    number = {text: i for i, text in enumerate(copies)}
+    copies = Counter(chain.from_iterable(captions))
+    index = {text: j for j, text in enumerate(copies)}
     text_counts = torch.tensor(list(copies.values()))  # (T,)
-    pairs = torch.tensor(
-        [(i, text) for i, own in enumerate(captions) for text in sorted({number[one] for one in own})]
-    )  # (P, 2) image, text
+    image_texts = []
+    for i, image_captions in enumerate(captions):
+        image_texts += [(i, j) for j in sorted({index[caption] for caption in image_captions})]
+    pairs = torch.tensor(image_texts)  # (P, 2) image, text
     by_text = pairs[pairs[:, 1].argsort(stable=True)].flip(1)  # (P, 2) text, image
     texts = subject.texts([dataset.caption_prompt(caption) for caption in copies])  # (T, D)
     images = subject.images().projected.to(subject.device)
@@ -61,26 +60,30 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
             cluster=first if total > len(dataset) else None,
         ),
     }
-    names = [
-        name
-        for name, metric in METRICS.items()
-        if metric.kind == "retrieval"
-        and all(metric.least <= directions[way].candidates for way in DIRECTIONS if name.startswith(way))
-    ]
+    names = []
+    for name, metric in METRICS.items():
+        candidates = [directions[way].candidates for way in DIRECTIONS if name.startswith(way)]
+        if metric.kind == "retrieval" and metric.least <= min(candidates, default=total):
+            names.append(name)
     prompt_set = dataset.caption_prompt_set
     scores = metric_scores(dataset, names, directions, task="retrieval", prompt_set=prompt_set)
     facts = {"equal_images": _count_equal_images(subject)}
     if not options.details:
         return Outcome(scores=scores, facts=facts)
-    ranks = {way: one.ranks.repeat_interleave(one.weight) for way, one in directions.items()}  # (Q,) from 0
+    right: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
+    for way, direction in directions.items():
+        ranks = direction.ranks.repeat_interleave(direction.weight)  # (Q,) from 0
+        right |= {f"{way}_R@{k}": ranks < k for k in (1, 5, 10)}
+        values[f"{way}_mean_rank"] = (ranks + 1).float()
     details = retrieval_details(
         dataset,
         subject.images().projected,
         tuple(copies),
         texts,
         pairs,
-        right={f"{way}_R@{k}": own < k for way, own in ranks.items() for k in (1, 5, 10)},
-        values={f"{way}_mean_rank": (own + 1).float() for way, own in ranks.items()},
+        right=right,
+        values=values,
         seed=options.seed,
     )
     return Outcome(scores=scores, details=[details], facts=facts)
@@ -91,9 +94,10 @@ def _count_equal_images(subject: Subject) -> int:
     captions = require_captions(subject.dataset)
     images = Counter[bytes]()
     texts = defaultdict[bytes, set[tuple[str, ...]]](set)
-    for digest, own in zip(subject.images().digests(), captions, strict=False):  # features may have none
+    # features may have no digests
+    for digest, image_captions in zip(subject.images().digests(), captions, strict=False):
         images[digest] += 1
-        texts[digest].add(own)
+        texts[digest].add(image_captions)
     equal = sum(count for digest, count in images.items() if len(texts[digest]) > 1)
     if equal:
         subject.warn(

@@ -55,8 +55,8 @@ def metric_scores(
     for name in names:
         metric = cast(Metric[object] | None, get_metric(name))
         assert metric is not None, name
-        found = metric.function(inputs)
-        if found is not None:
+        estimate = metric.function(inputs)
+        if estimate is not None:
             score = Score(
                 dataset=dataset.name,
                 split=dataset.split,
@@ -64,10 +64,10 @@ def metric_scores(
                 prompt_set=prompt_set,
                 setting=setting or dataset.language,
                 metric=name,
-                value=found.value,
-                n=found.n,
-                low=None if metric.interval is None else found.low,
-                high=None if metric.interval is None else found.high,
+                value=estimate.value,
+                n=estimate.n,
+                low=estimate.low if metric.has_interval else None,
+                high=estimate.high if metric.has_interval else None,
                 chance=metric.chance(inputs),
             )
             scores.append(score)
@@ -93,14 +93,16 @@ class Subject:
         open_split: Callable[[str], EvalDataset] | None = None,
     ) -> None:
         self._by_names = bool(encoder.model.architecture.text.classes)
-        dataset = self._as_read(dataset)
-        self.encoder, self.dataset, self.metrics = encoder, dataset, tuple(metrics)
+        dataset = self._replace_prompts(dataset)
+        self.encoder = encoder
+        self.dataset = dataset
+        self.metrics = tuple(metrics)
         self._open_split = open_split
         self._splits: dict[str, EvalDataset | None] = {dataset.split: dataset}
         self._images: dict[str, ImageFeatures] = {}
         self.overlap: dict[str, int] = {}  # by split: number of identical files
 
-    def _as_read(self, dataset: EvalDataset) -> EvalDataset:
+    def _replace_prompts(self, dataset: EvalDataset) -> EvalDataset:
         return prompt_with_bare_names(dataset) if self._by_names else dataset
 
     @property
@@ -118,7 +120,7 @@ class Subject:
         if name not in self._splits:
             try:
                 opened = self._open_split(name) if self._open_split is not None else None
-                self._splits[name] = None if opened is None else self._as_read(opened)
+                self._splits[name] = None if opened is None else self._replace_prompts(opened)
             except MissingSplit:
                 self._splits[name] = None
         return self._splits[name]
@@ -148,33 +150,36 @@ class Subject:
 
     def select_prefix(self, dim: int) -> "Subject":
         """Return the subject with the first ``dim`` elements of each feature; nothing is encoded again."""
-        one = copy(self)
-        one.encoder, one._images = self.encoder.select_prefix(dim), {}
-        return one
+        subject = copy(self)
+        subject.encoder = self.encoder.select_prefix(dim)
+        subject._images = {}
+        return subject
 
     def select_language(self, name: str) -> "Subject":
         """Return the subject with the texts of one language; images are encoded once for all languages."""
         dataset, rows = self.dataset.select_language(name)
-        one, images = copy(self), self.images()
-        one.dataset = self._as_read(dataset)
-        one._splits = {dataset.split: one.dataset}
+        images = self.images()
+        subject = copy(self)
+        subject.dataset = self._replace_prompts(dataset)
+        subject._splits = {dataset.split: subject.dataset}
         if rows is not None:
             images = ImageFeatures(
                 lambda column: getattr(self.images(), column)[rows],
                 lambda: [self.images().digests()[i] for i in rows.tolist()],
             )
-        one._images = {dataset.split: images}
-        return one
+        subject._images = {dataset.split: images}
+        return subject
 
     def count_overlap(self, split: str) -> None:
         """Count the scored images whose files are also in another split, and log a warning."""
         if split in self.overlap:
             return
-        others, own = set(self.images(split).digests()), self.images().digests()
-        self.overlap[split] = sum(digest in others for digest in own)
+        others = set(self.images(split).digests())
+        digests = self.images().digests()
+        self.overlap[split] = sum(digest in others for digest in digests)
         if self.overlap[split]:
             self.warn(
-                f"{self.overlap[split]:,} of {len(own):,} {self.dataset.split} images are also in {split} "
+                f"{self.overlap[split]:,} of {len(digests):,} {self.dataset.split} images are also in {split} "
                 f"(identical files): scores of tasks that learn from {split} are too high"
             )
 

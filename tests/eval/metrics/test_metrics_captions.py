@@ -146,12 +146,12 @@ def test_chance_is_that_of_random_captions() -> None:
     assert found.exact.tolist() == [True, False, False]
     # of six captions, three are the first, two the second, and one the third
     assert found.exact_chance == pytest.approx(((3 + 2) / 6 + (2 + 1) / 6 + 3 / 6) / 3)
-    assert all(drawn in (one, two, three) for drawn in found.by_chance.generated)
+    assert all(drawn in (one, two, three) for drawn in found.chance.generated)
     assert perplexity(found).value == pytest.approx(math.exp(12 / 6))
     many = [[(str(i), "and", str(j))] for i in range(40) for j in range(25)]
     drawn = Descriptions(
         generated=[()] * 1000, captions=many, nll=np.ones(1000), predicted=np.ones(1000)
-    ).by_chance
+    ).chance
     assert len({*drawn.generated}) > 600 and drawn.exact.mean() < 0.01
 
 

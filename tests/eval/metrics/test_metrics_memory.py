@@ -63,7 +63,7 @@ def test_similarities_are_computed_in_blocks(
 def test_resamples_are_drawn_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(intervals, "_DRAWN", 5000)
     for counts in (np.ones(1000, np.int64), np.full(1000, 7)):
-        blocks = list(intervals.draw_resamples(counts, number=12))
+        blocks = list(intervals.draw_resamples(counts, most=12))
         assert [block.shape for block in blocks] == [(5, 1000), (5, 1000), (2, 1000)]
         assert all((block.sum(axis=1) == counts.sum()).all() for block in blocks)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from eval.datasets.dataset import EvalDataset
 from eval.report.blocks import Block, blocks_html
 from eval.report.charts import Thumbnails
-from eval.report.tables import setting_name
+from eval.report.tables import format_setting
 from eval.results.details import prediction_details
 from eval.results.records import Details
 from eval.results.table import Model
@@ -72,4 +72,4 @@ def test_heading_has_singular_epoch() -> None:
     assert "fine-tune, 1 epoch" in page_of(details_of(("zero", "one"))).words
     assert "epochs" not in page_of(details_of(("zero", "one"))).words
     for setting in ("10 epochs", "0.1 epochs", "11 epochs", "4-shot logistic"):
-        assert setting_name("fine-tune", setting) == setting
+        assert format_setting("fine-tune", setting) == setting

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import DataError
 from eval.report import build_report
-from eval.report.charts import ChartLine, draw
+from eval.report.charts import ChartLine, draw_chart
 from eval.results.records import Example, Guess, Hit, Matrix, Query, Snapshot, Thumbnail, write_snapshot
 from tests.eval.made_up_results import EVIL, PNG
 from tests.eval.web_page import Page
@@ -349,7 +349,7 @@ _NUMBERS = st.floats(-1e12, 1e12, allow_nan=False)
 @given(st.lists(st.tuples(st.integers(0, 10**9), _NUMBERS), max_size=30, unique_by=lambda point: point[0]))
 def test_any_curve_is_drawn_inside_its_frame(points: list[tuple[int, float]]) -> None:
     points.sort()
-    html = draw("t", [ChartLine(name="n", points=points, dots=True)], floor=0)
+    html = draw_chart("t", [ChartLine(name="n", points=points, dots=True)], floor=0)
     assert bool(html) == bool(points)
     Page(html)
     for pair in re.findall(r'points="([^"]*)"', html):

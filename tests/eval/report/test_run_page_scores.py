@@ -16,8 +16,8 @@ from eval import open_dataset
 from eval.__main__ import main
 from eval.features.encoder import ONE_RANK
 from eval.report import build_report
-from eval.report.charts import macro
-from eval.report.run_page import Result, headlines, newest, read_run_folder
+from eval.report.charts import load_macro
+from eval.report.run_page import Result, read_run_folder, select_headlines, select_newest
 from eval.scorer import Scorer
 from tests.eval.web_page import Page
 
@@ -65,7 +65,7 @@ def charts(page: Page) -> list[str]:
 def top(run: Path) -> str:
     folder = read_run_folder(run)
     return Page(
-        f"<html>{macro('charts.html', 'headlines')(headlines(folder.results, folder.step))}</html>"
+        f"<html>{load_macro('charts.html', 'headlines')(select_headlines(folder.results, folder.step))}</html>"
     ).words
 
 
@@ -144,7 +144,7 @@ def test_headlines_name_their_step_if_it_is_not_the_last(tmp_path: Path) -> None
 
 def test_newest_groups_series_and_sorts_those_of_the_training_first(tmp_path: Path) -> None:
     lines = [line(300, 0.5, dataset="glyphs"), later(300, 0.1, "ece"), later(100, 0.2, dataset="emoji")]
-    found = newest(read_run_folder(write(tmp_path / "run", [*lines, *TRAINED])).results)
+    found = select_newest(read_run_folder(write(tmp_path / "run", [*lines, *TRAINED])).results)
     assert [(one.dataset, one.metric, one.step) for one in found] == [
         ("digits", "acc1", 300),
         ("digits", "ece", 300),

@@ -44,8 +44,11 @@ def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: 
     more: dict[str, Any] = {"suites": suites, "primary": primary}
     (whole, of_task) = score_table(read_table([path]), **more).averages[:2]
     assert whole.tasks == ("zero-shot", "retrieval", "compositional") and whole.title == "mean of s"
-    assert whole.values == pytest.approx(((0.1 + 0.3 + 0.7 + 0.6) / 4,)) and (whole.over, whole.of) == (4, 4)
-    assert of_task.title == "mean of t, zero-shot" and of_task.values == pytest.approx((0.2,))
+    assert whole.values == pytest.approx({0: (0.1 + 0.3 + 0.7 + 0.6) / 4}) and (whole.over, whole.of) == (
+        4,
+        4,
+    )
+    assert of_task.title == "mean of t, zero-shot" and of_task.values == pytest.approx({0: 0.2})
     assert as_markdown([path], **more).splitlines()[2] == (
         "| mean of s | zero-shot, retrieval, compositional | over 4 | 42.5 |"
     )
@@ -72,7 +75,7 @@ def test_a_dataset_counts_in_the_task_of_its_primary_metric(tmp_path: Path) -> N
     primary = {"a": "acc1", "b": "mean_R@1", "c": "mean_R@1"}
     (mean,) = score_table(found, suites={"s": ("a", "b", "c")}, primary=primary).averages
     assert mean.title == "mean of s"
-    assert mean.values == pytest.approx(((0.2 + 0.6 + 0.6) / 3,))
+    assert mean.values == pytest.approx({0: (0.2 + 0.6 + 0.6) / 3})
 
 
 def test_text_about_means_mentions_models_without_the_datasets(tmp_path: Path) -> None:

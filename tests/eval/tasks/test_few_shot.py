@@ -13,7 +13,7 @@ from clipkit import CLIP
 from clipkit.errors import DataError
 from eval.results.scores import Score
 from eval.tasks import Options
-from eval.tasks.probe import draw_shots, few_shot, interval_over_seeds, ridge_classifier, shuffled_classes
+from eval.tasks.probe import draw_shots, few_shot, interval_over_seeds, ridge_classifier, shuffle_classes
 from tests.eval.conftest import subject_of
 
 WriteDataset = Callable[..., Path]
@@ -22,21 +22,21 @@ WriteDataset = Callable[..., Path]
 @given(sizes=st.lists(st.integers(0, 9), min_size=1, max_size=5), seed=st.integers(0, 99))
 def test_draws_are_nested_and_independent_of_other_classes(sizes: list[int], seed: int) -> None:
     labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
-    shuffled = shuffled_classes(labels, len(sizes), revision="r", seed=seed)
+    shuffled = shuffle_classes(labels, len(sizes), revision="r", seed=seed)
     draws = [set(draw_shots(shuffled, k).tolist()) for k in (1, 2, 4, 8)]
     for k, fewer, more in zip((1, 2, 4), draws, draws[1:], strict=False):
         assert fewer <= more
         assert torch.equal(
             torch.bincount(labels[list(fewer)], minlength=len(sizes)), torch.tensor(sizes).clamp(max=k)
         )
-    first = shuffled_classes(labels[: sizes[0]], 1, revision="r", seed=seed)
+    first = shuffle_classes(labels[: sizes[0]], 1, revision="r", seed=seed)
     assert torch.equal(first[0], shuffled[0])
 
 
 def test_draws_differ_by_seed_and_revision() -> None:
     labels = torch.zeros(64, dtype=torch.int64)
     draws = [
-        tuple(shuffled_classes(labels, 1, revision=revision, seed=seed)[0].tolist())
+        tuple(shuffle_classes(labels, 1, revision=revision, seed=seed)[0].tolist())
         for revision in ("a", "b")
         for seed in range(3)
     ]
@@ -99,7 +99,7 @@ def test_few_shot_scores_of_dataset(
     dataset = subject.split("train")
     assert dataset is not None
     for seed in range(3):
-        chosen = draw_shots(shuffled_classes(labels, 7, revision=dataset.revision, seed=seed), 4)
+        chosen = draw_shots(shuffle_classes(labels, 7, revision=dataset.revision, seed=seed), 4)
         assert torch.bincount(labels[chosen]).tolist() == [4] * 4
         classifier = ridge_classifier(train[chosen], labels[chosen], 7)
         predicted = (torch.nn.functional.pad(test, (0, 1), value=1.0) @ classifier).argmax(dim=1)

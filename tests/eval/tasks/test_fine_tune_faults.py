@@ -28,7 +28,14 @@ from clipkit.model.zero_shot import attach_class_head
 from clipkit.training.build import shape_of
 from eval import Encoder, Subject, open_dataset
 from eval.tasks import Options
-from eval.tasks.fine_tune import ClassTraining, Diverged, _best, _model_settings, fine_tune, lock_folder
+from eval.tasks.fine_tune import (
+    ClassTraining,
+    Diverged,
+    _model_settings,
+    _select_rate,
+    fine_tune,
+    lock_folder,
+)
 
 ROOT = Path(__file__).parents[3]
 SECONDS = 300  # timeout of processes
@@ -112,7 +119,7 @@ class Tried(ClassTraining):
         object.__setattr__(made, "trained", [])
         return made
 
-    def tuned(self, head: CLIP, rate: float, say: str) -> Mapping[str, float]:
+    def train_to_tune(self, head: CLIP, rate: float, title: str) -> Mapping[str, float]:
         self.trained.append(rate)
         if (outcome := self.outcomes[rate]) is None:
             raise Diverged("nan")
@@ -120,7 +127,7 @@ class Tried(ClassTraining):
 
 
 def best(training: ClassTraining, model: CLIP, rates: Sequence[float], metric: str) -> float:
-    return _best(training, model, rates, metric, "shades")
+    return _select_rate(training, model, rates, metric, "shades")
 
 
 def test_rate_is_chosen_by_requested_metric(unskilled: CLIP, tmp_path: Path) -> None:

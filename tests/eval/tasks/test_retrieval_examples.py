@@ -13,7 +13,7 @@ from torch import Tensor
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import match_ranks
 from eval.report import build_comparison
-from eval.report.charts import Thumbnails, macro
+from eval.report.charts import Thumbnails, load_macro
 from eval.results.details import retrieval_details
 from eval.results.records import Details, read_details, write_details
 from tests.eval.made_up_results import EVIL, line, write
@@ -145,5 +145,5 @@ def test_page_shows_cosine_similarities(tmp_path: Path) -> None:
 def test_card_shows_negative_similarity_and_large_rank() -> None:
     found = next(one for one in details()[0].examples if (one.rank or 0) > 5)
     changed = replace(found, rank=12_345, probability=-0.25)
-    card = macro("images.html", "example")(Thumbnails(), changed, 25_010, {}, cosines=True)
+    card = load_macro("images.html", "example")(Thumbnails(), changed, 25_010, {}, cosines=True)
     assert "rank <b>12,345</b> of 25,010" in card and ">−0.250<" in card and card.count("✓") == 1
