@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.samples import (
-    IMAGE_EXTENSIONS,
+    IMAGE_MEMBERS,
     Shard,
     ShardIndex,
     index_place,
@@ -128,7 +128,7 @@ class Selection:
             shard: its ``ShardFile.name``.
             content: returns the fields of a row that filters and captions need; may raise DataError.
         """
-        images = (self.image,) if self.image else IMAGE_EXTENSIONS
+        images = (self.image,) if self.image else IMAGE_MEMBERS
         captions = self.captions.members(index.names)
         if TEXT in self.captions.fields:  # in samples without a caption file
             captions.append("json")

@@ -54,6 +54,7 @@ from clipkit.samples.image_folder import (
 from clipkit.samples.image_types import (
     ARRAY_EXTENSIONS,
     IMAGE_EXTENSIONS,
+    IMAGE_MEMBERS,
     check_image,
     describe_unreadable,
     image_format,
@@ -130,6 +131,7 @@ __all__ = [
     "FORMATS",
     "IMAGE_COLUMNS",
     "IMAGE_EXTENSIONS",
+    "IMAGE_MEMBERS",
     "INDEX_VERSION",
     "MOST_ROWS",
     "NAMED_SUFFIXES",

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.files import CountProgress
 from clipkit.samples import (
-    IMAGE_EXTENSIONS,
+    IMAGE_MEMBERS,
     OpenShards,
     Shard,
     ShardIndex,
@@ -203,7 +203,7 @@ class ShardSurvey(OpenShards[Shard]):
         )
 
     def _find_use(self, member: str) -> str:
-        if member == self.selection.image or (member in IMAGE_EXTENSIONS and not self.selection.image):
+        if member == self.selection.image or (member in IMAGE_MEMBERS and not self.selection.image):
             return "image"
         if is_json(member):
             return "json"

@@ -43,7 +43,7 @@ from clipkit.samples import (
 MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "HEIF": "heic"}
-_BEYOND_PILLOW = {"DICOM": "dcm", "NPY": "npy", "NPZ": "npz", "TIFF": "tif"}
+_BEYOND_PILLOW = {"DICOM": "dcm", "NPY": "image.npy", "NPZ": "image.npz", "TIFF": "tif"}
 ResizeMode = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border"]
 RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
 
@@ -115,7 +115,8 @@ class StoredImage:
 
     Attributes:
         data: the encoded image.
-        extension: "jpg", "png", "webp" or "heic", "tif" for values that PNG cannot store, "dcm", "npy" or "npz".
+        extension: "jpg", "png", "webp" or "heic", "tif" for values that PNG cannot store, "dcm",
+            "image.npy" or "image.npz".
         size: width and height of the stored image in pixels.
         original_size: width and height of the image in the file, rotated upright unless the orientation is kept.
         upright: whether the file has no EXIF orientation other than upright.

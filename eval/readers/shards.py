@@ -42,6 +42,7 @@ from clipkit.samples import (
     MissingSplit,
     ShardSamples,
     decode_text,
+    find_image,
     find_split,
     join_place,
     usable_texts,
@@ -215,7 +216,8 @@ def _check_images(
         images = [member for member in samples.members(i) if member in extensions]
         if len(images) > 1:
             raise _at(name, samples, i, f"has several images, {', '.join(images)}: choose one with --image")
-        complete += len(images)
+        has_array = not members.image and bool(find_image(samples.members(i)))
+        complete += bool(images) or has_array
     if not complete and len(samples):
         raise _nothing_usable(name, samples, members, "an image")
     if complete < len(samples) or stated not in (None, complete):

@@ -16,12 +16,15 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
+from clipkit.samples import decode_image
 from clipkit.samples.remote.cache import cache_folder
 from data.__main__ import main as pack_command
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.sources import find_shards
+from eval.readers import open_dataset
+from tests.clipkit.format_images import bands_of, dicom_of, npy_of, npz_of
 from tests.clipkit.samples.remote import servers
 
 nginx = servers.nginx
@@ -149,6 +152,29 @@ def test_splits_have_separate_pairs(tmp_path: Path) -> None:
     for folder in (hub, hub.parent, tmp_path / "splits"):
         with pytest.raises(DataError, match=r"no split 'test', only train|of split 'test'"):
             find_shards(str(folder), split="test")
+
+
+def test_tables_of_arrays_need_no_setting(tmp_path: Path) -> None:
+    values = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    Image.fromarray(values).save(tmp_path / "0.png")
+    contents = {
+        "0.png": (tmp_path / "0.png").read_bytes(),
+        "1.npy": npy_of(values),
+        "2.npz": npz_of(values),
+        "3.tif": bands_of(values, photometric="rgb"),
+        "4.dcm": dicom_of(values),
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    rows = [(name, f"caption {name}") for name in contents]
+    source = table(tmp_path / "t.csv", rows, str(tmp_path))
+    read = samples(source)
+    assert [text for text, _ in read] == [text for _, text in rows]
+    for _, data in read:
+        assert np.array_equal(decode_image(data), values)
+    assert pack_command(["pack", str(source), str(tmp_path / "out"), "--test", "1", "--quiet"]) == 0
+    tested = open_dataset(tmp_path / "out")
+    assert [tested.images.read(i) for i in range(len(rows))] == [data for _, data in read]
 
 
 def test_source_is_packed_once_and_again_when_it_changes(
