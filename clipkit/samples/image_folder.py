@@ -141,7 +141,7 @@ class FolderSamples(Samples):
     def captions_from(self) -> str:
         """What the captions are read from."""
         if self.class_names:
-            return CLASS_NAMES if self._has_class_names else "names of folders"
+            return "names of folders" if self._class_names_folder is None else CLASS_NAMES
         suffix = self.caption_file.suffix.lower() if self.caption_file else ".txt"
         return f"{suffix} files"
 
@@ -151,12 +151,14 @@ class FolderSamples(Samples):
         if not self._has_classes:
             return {}
         names = {subfolder: " ".join(subfolder.split()) for subfolder in self._subfolders}
-        if (listed := read_class_names(self.folder, self._subfolders)) is not None:
-            lines, labels = listed
-            names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
-        if not self._has_class_names:
+        listed = None
+        if self._class_names_folder is not None:
+            listed = read_class_names(self._class_names_folder, self._subfolders)
+        if listed is None:
             self.check_no_caption_tables()
-        return names
+            return names
+        lines, labels = listed
+        return {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
 
     @cached_property
     def caption_file(self) -> Path | None:
@@ -182,19 +184,29 @@ class FolderSamples(Samples):
         return (self.path(i) for i in range(len(self)) if i not in self._causes)
 
     @property
-    def _has_class_names(self) -> bool:
-        return (self.folder / CLASS_NAMES).is_file()
+    def _class_names_folder(self) -> Path | None:
+        folders = [self.folder]
+        if self.folder.name.lower() in SPLIT_WORDS:
+            folders.append(self.folder.parent)
+        for folder in folders:
+            if (folder / CLASS_NAMES).is_file():
+                return folder
+        return None
 
     @cached_property
     def _subfolders(self) -> list[str]:
         names = {self.subfolder(i) for i in range(len(self)) if i not in self._causes}
+        if self.folder.name.lower() in SPLIT_WORDS:  # a split may lack classes that others have
+            for split in self.folder.parent.iterdir():
+                if split.name.lower() in SPLIT_WORDS:
+                    names |= {path.name for path in split.glob("*/") if not is_hidden(path.name)}
         return sorted(names - {""})
 
     @property
     def _has_classes(self) -> bool:
         if len(self._subfolders) < 2 or any(name.lower() in SPLIT_WORDS for name in self._subfolders):
             return False
-        return self._has_class_names or self.caption_file is None
+        return self._class_names_folder is not None or self.caption_file is None
 
 
 def are_ids(names: Collection[str]) -> bool:

@@ -250,6 +250,26 @@ def find_source(source: str, *, split: str = "train") -> Source:
     return _merge(sources, source)
 
 
+def find_splits(folder: Path) -> dict[str, Source]:
+    """Return the tables or images of each split; {} if names of files or folders do not state the splits.
+
+    Folders without captions are splits only if no other folder has images: they may be classes called train.
+    """
+    splits: dict[str, Source] = {}
+    for split in SPLIT_NAMES:
+        with suppress(MissingSplit):
+            source = find_source(str(folder), split=split)
+            if not source.split or source.format == "shards":
+                return {}
+            splits[split] = source
+    folders = [source.folder for source in splits.values() if source.folder is not None]
+    if not all(map(has_captions, folders)):
+        for other in _folders_in(folder):
+            if other not in folders and next(images_below(other), None) is not None:
+                return {}
+    return splits
+
+
 def find_sources(source: str) -> list[Source]:
     """Return all files of a source, whatever their split and format.
 
@@ -540,15 +560,18 @@ def _find_in_folder(folder: Path, split: str) -> Source:
     images = folder_of_split(folders, split)
     if images is None and not any(path.name.lower() in SPLIT_WORDS for path in folders):
         images = folder
+    stated = "" if images == folder else split
     try:
         name, files = find_split(folder, split)
-    except MissingSplit:
-        if images is not None and next(images_below(images), None) is not None:
-            return Source(format="images", folder=images)
-        raise
+    except MissingSplit as error:
+        if images is None or next(images_below(images), None) is None:
+            raise
+        if images == folder and not isinstance(error, NoFiles) and not has_captions(images):
+            raise  # the images are those that the tables of other splits list
+        return Source(format="images", folder=images, split=stated)
     source = replace(_group_by_format(files)[0], split=name)
     if source.format == "table" and images is not None and has_captions(images):
-        return Source(format="images", folder=images)
+        return Source(format="images", folder=images, split=stated)
     return source
 
 

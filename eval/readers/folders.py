@@ -17,6 +17,7 @@ from clipkit.samples import (
     FolderSamples,
     MissingSplit,
     caption_table_of,
+    find_splits,
     folder_of_split,
     images_below,
     is_hidden,
@@ -47,6 +48,9 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         if (inner := folder_of_split(folders, word, _visible_folders)) is not None:
             splits[word] = inner
     if not splits:
+        tables = find_splits(folder)
+        if split in tables and tables[split].format == "table":
+            return open_table(Path(tables[split].files[0].url), name, split=split, is_whole_split=True)
         words = (split, "val") if split == TEST else (split,)
         for word in words:
             inner = folder_of_split(folders, word, _is_captioned)
