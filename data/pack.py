@@ -92,7 +92,7 @@ class PackReport:
         rows: number of rows that they come from.
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
-        marks: number of packed images that are "not upright" by EXIF, "deep" (gray of more than 8 bits),
+        marks: number of packed images that are "not upright" by EXIF, "deep" (more than 8 bits per channel),
             "transparent" in part (or were before blending onto a background), or with "several captions"; of
             "equal captions" that were left out because their image has the same one; and of rows with "other
             images" than the first row of their group.
@@ -635,7 +635,7 @@ def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str
         "several captions": f"several captions: training uses the first, or draws one with {DRAW_CAPTIONS}; "
         "evaluation uses all",
         "not upright": f"an EXIF orientation: stored {orientation}",
-        "deep": "more than 8 bits of gray: stored with all bits; training needs pixels.range, for which "
+        "deep": "more than 8 bits per channel: stored with all bits; training needs pixels.range, for which "
         "`python -m data inspect` suggests a value",
         "transparent": f"transparent parts: {colors}",
     }

@@ -114,7 +114,10 @@ def parts(findings: Findings) -> list[Part]:
 def _shard_rows(findings: Findings) -> list[Row]:
     shards = findings.shards
     filtered = findings.filtered
-    rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}"])]
+    rows = [
+        Row("split", [f"{printable(findings.split, 60)}, and files that state no split"]),
+        Row("shards", [f"{counted(shards.count, 'tar file')}, {size_of(shards.bytes)}"]),
+    ]
     samples = _format_count(shards.samples, shards.samples_known)
     more = " pairs of image and caption" if shards.samples_known else "; python -m data index counts all"
     rows.append(Row("samples", [f"{samples}{more}"]))
@@ -289,7 +292,12 @@ def _sample_notes(findings: Findings) -> Iterator[Note]:
             grave=True,
         )
     for unknown in captions.unknown:
-        yield Note(f"data.captions: {printable(unknown, 1000)}")
+        yield Note(f"--captions: {printable(unknown, 1000)}")
+    if captions.repeated > captions.read / 2:
+        yield Note(
+            f"{_fraction(captions.repeated, captions.read)} captions repeat another one, and are negatives in a "
+            "batch unless loss.same=positives (or ignored) is set"
+        )
 
 
 def _image_notes(findings: Findings) -> Iterator[Note]:

@@ -244,6 +244,7 @@ def inspect(
         held_out = _compare_test_split(options.sources, selection, good, options.samples)
     return Findings(
         sources=tuple(map(shown, options.sources)),
+        split=options.split,
         image_size=options.image_size,
         decoding=decoding,
         context_length=CONTEXT_LENGTH,

@@ -159,7 +159,7 @@ def reject_unknown_captions(
     if examined is not None:
         raise DataError(
             f"none of {examined.samples:,} samples examined has a caption in {listed(rule.fields)} "
-            f"(data.captions); members: {list_members(examined.members)}; json fields with text: "
+            f"(data.captions or --captions); members: {list_members(examined.members)}; json fields with text: "
             f"{listed(examined.texts) or 'none'}{_write_settings(examined.settings)}"
         )
 
@@ -250,12 +250,14 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
 
 def _write_settings(settings: Mapping[str, str]) -> str:
     texts = []
+    options = []
     for name, member in settings.items():
         value = printable(member)
+        options.append(f"--{name} {value}")
         if "," in value:  # as a list is written on a command line
             value = f"'{json.dumps(value.split(','), separators=(',', ':'))}'"
         texts.append(f"data.{name}={value}")
-    return f": set {' '.join(texts)}" if texts else ""
+    return f": set {' '.join(texts)} (training) or {' '.join(options)} (commands)" if texts else ""
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ def test_error_lists_members_and_the_settings_to_write(layout: str, tmp_path: Pa
         look([str(path)])
     for error in (training, inspection):
         assert "(24)" in str(error.value) and f": set {NEEDED[layout]}" in str(error.value)
-    written = str(training.value).split(": set ")[1].split()
+    written = str(training.value).split(": set ")[1].split(" (training)")[0].split()
     settings = dict(setting.removeprefix("data.").split("=") for setting in written)
     captions = (settings["captions"],)
     if settings["captions"].startswith("'"):
@@ -81,7 +81,9 @@ def test_all_text_files_are_suggested(tmp_path: Path) -> None:
     shard_of(tmp_path / "0.tar", samples)
     with pytest.raises(DataError, match="no sample with") as caught:
         opened(tmp_path / "0.tar", tmp_path / "run")
-    assert str(caught.value).endswith("""set data.captions='["com.txt","sci.txt"]'""")
+    assert str(caught.value).endswith(
+        """set data.captions='["com.txt","sci.txt"]' (training) or --captions com.txt,sci.txt (commands)"""
+    )
 
 
 def test_text_members_are_suggested_if_the_json_has_no_caption(tmp_path: Path) -> None:
@@ -90,8 +92,9 @@ def test_text_members_are_suggested_if_the_json_has_no_caption(tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "0.tar", tmp_path / "run")
     assert str(caught.value) == (
-        "none of 3 samples examined has a caption in txt (data.captions); members: jpg (3), json (3), name (3), "
-        "text (3); json fields with text: none: set data.captions=text"
+        "none of 3 samples examined has a caption in txt (data.captions or --captions); "
+        "members: jpg (3), json (3), name (3), text (3); json fields with text: none: "
+        "set data.captions=text (training) or --captions text (commands)"
     )
 
 

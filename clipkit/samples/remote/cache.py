@@ -146,17 +146,18 @@ class ShardCache:
         assert path is not None
         return path
 
-    def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
+    def prefetch(self, shards: Sequence[ShardFile], *, threads: int, were_counted: bool = True) -> None:
         """Download these shards next, in their order, instead of those of an earlier call.
 
-        Their samples were counted, so failures to reach the store are treated as outages. Failures are raised by
-        ``path`` and ``fetch``. Downloads in progress are completed.
+        If their samples ``were_counted``, in this or another process, failures to reach the store are treated as
+        outages. Failures are raised by ``path`` and ``fetch``. Downloads in progress are completed.
         """
         ahead = self._ahead
         with ahead.changed:
             ahead.queue = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
-            for shard in ahead.queue:
-                answered(shard.url)
+            if were_counted:
+                for shard in ahead.queue:
+                    answered(shard.url)
             ahead.later.clear()
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
             for index in range(len(ahead.threads), threads):

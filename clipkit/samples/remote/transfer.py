@@ -15,17 +15,18 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from urllib.parse import quote
 
 from clipkit.errors import DataError
-from clipkit.files import shown
+from clipkit.files import printable, shown
 
 if TYPE_CHECKING:
     import aiohttp
@@ -432,6 +433,10 @@ def _not_a_hub_file() -> TransferError:
 # other protocols are read in pieces. Every failure is a ``TransferError``.
 
 _CHUNK = 1 << 20
+# of a command's standard error: bytes read at the end, and characters of a line in a message
+_ERROR_BYTES = 4096
+_ERROR_SHOWN = 200
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
 _CHUNK_SECONDS = 0.5  # a smaller chunk is returned after this time
 _PIECE = 4 << 20  # bytes per request of a protocol without streams
 
@@ -695,23 +700,26 @@ def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes
 @contextmanager
 def _command_output(url: str) -> Iterator[Iterator[bytes]]:
     command = url.removeprefix("pipe:")
-    try:  # a session of its own, so that everything the shell starts can be killed
-        process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise TransferError(f"the command cannot be run ({reason})", temporary=False) from None
-    assert process.stdout is not None
-    try:
-        yield _process_chunks(process, process.stdout.fileno())
-    finally:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+    with tempfile.TemporaryFile() as errors:
+        try:  # a session of its own, so that everything the shell starts can be killed
+            process = subprocess.Popen(
+                command, shell=True, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise TransferError(f"the command cannot be run ({reason})", temporary=False) from None
+        assert process.stdout is not None
+        try:
+            yield _process_chunks(process, process.stdout.fileno(), errors)
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            process.stdout.close()
 
 
-def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int) -> Iterator[bytes]:
+def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int, errors: BinaryIO) -> Iterator[bytes]:
     seconds = PATIENCE.stall_seconds
     readable = select.poll()  # select() is limited to 1,024 descriptors
     readable.register(descriptor, select.POLLIN)
@@ -730,4 +738,15 @@ def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int) -> Iter
         raise TransferError(f"the command failed with status {status}: a program {what}", temporary=False)
     if status:
         how = f"with status {status}" if status > 0 else f"by signal {-status}"
+        if error_line := _read_last_line(errors):
+            how = f"{how} ({error_line})"
         raise TransferError(f"the command failed {how}", temporary=True, unreached=True)
+
+
+def _read_last_line(errors: BinaryIO) -> str:
+    """Return the last line that a command has written to standard error; of URLs only what ``shown`` keeps."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - _ERROR_BYTES))
+    lines = errors.read().decode(errors="replace").split("\n")
+    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return printable(_URL.sub(lambda match: shown(match[0]), line), _ERROR_SHOWN)

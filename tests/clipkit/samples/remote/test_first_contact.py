@@ -70,6 +70,11 @@ def test_failing_commands_raise_error(tmp_path: Path, caplog: pytest.LogCaptureF
     for command, tries, said in (
         ("exit 3", 3, "the command failed with status 3; gave up after 3 tries"),
         ("kill -9 $$", 3, "the command failed by signal 9; gave up after 3 tries"),
+        (
+            "echo a; printf 'one\ncannot get s3://k:t0ken@b/x?sig=t0ken\n\n' >&2; exit 3",
+            3,
+            "failed with status 3 (cannot get s3://b/x); gave up after 3 tries",
+        ),
         ("no-such-program-here t0ken", 1, "failed with status 127: a program was not found"),
         ("/dev/null", 1, "failed with status 126: a program cannot be run"),
     ):
@@ -145,9 +150,10 @@ def test_known_and_prefetched_shards_are_retried_8_times(closed_port: int, tmp_p
     command = whole("pipe:false 0.tar")
     cache = ShardCache(tmp_path / "cache", 1 << 30)
     assert "3 tries" in error_of(lambda: cache.fetch(command))
-    cache.prefetch([command], threads=1)
-    cache.close()
-    assert "8 tries" in error_of(lambda: cache.fetch(command))
+    for were_counted, tries in ((False, "3 tries"), (True, "8 tries")):
+        cache.prefetch([command], threads=1, were_counted=were_counted)
+        cache.close()
+        assert tries in error_of(lambda: cache.fetch(command))
 
 
 def test_command_that_succeeded_before_is_retried_8_times(tmp_path: Path) -> None:
