@@ -157,8 +157,9 @@ class CaptionRule:
         """
         texts = {}
         for member, data in members.items():
-            if member in self._texts:
-                texts[self._texts[member]] = decode_text(data)
+            name = self._texts.get(member)
+            if name is not None:
+                texts[name] = decode_text(data)
         return texts if len(texts) == len(members) else {**parse_fields(members), **texts}
 
     @cached_property

@@ -141,6 +141,10 @@ _ARRAYS = ("member_ends", "member_names", "member_blocks", "member_sizes", "key_
 INDEX_VERSION = 7  # of the file format; increase it when the scan or the arrays change
 
 
+# start of a sample's members in the arrays of an index, their names, and their positions by name
+Layout = tuple[int, tuple[str, ...], dict[str, int]]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
     """The N samples of one shard in file order, with M members.
@@ -189,15 +193,15 @@ class ShardIndex:
 
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
-        return self._find_layout(row)[1]
+        return self.find_layout(row)[1]
 
-    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
+    def spans(self, layout: Layout, names: Iterable[str]) -> list[tuple[int, int]]:
         """Return byte offset and size of members of a sample; (0, 0) for missing ones.
 
         The name "" stands for the image, see ``find_image``.
         """
         _, _, blocks, sizes = self._member_views
-        start, _, positions = self._find_layout(row)
+        start, _, positions = layout
         spans = []
         for name in names:
             position = positions.get(name)
@@ -207,20 +211,22 @@ class ShardIndex:
                 spans.append((blocks[start + position] * _BLOCK, sizes[start + position]))
         return spans
 
-    def _find_layout(self, row: int) -> tuple[int, tuple[str, ...], dict[str, int]]:
+    def find_layout(self, row: int) -> Layout:
         """Return where a sample's members begin in the arrays, their names, and their positions by name."""
         ends, numbers, _, _ = self._member_views
         start = ends[row - 1] if row else 0
-        layout = numbers[start : ends[row]].tobytes()
-        names, positions = self._layouts.get(layout, ((), {}))
-        if not positions and layout:
+        content = numbers[start : ends[row]].tobytes()
+        layout = self._layouts.get(content)
+        if layout is None:
             texts = [*self.names]
-            names = tuple(texts[i] for i in np.frombuffer(layout, self.member_names.dtype).tolist())
+            names = tuple(texts[i] for i in np.frombuffer(content, self.member_names.dtype).tolist())
             positions = {name: position for position, name in enumerate(names)}
-            if image := find_image(names):
+            image = find_image(names)
+            if image:
                 positions[""] = positions[image]
-            self._layouts[layout] = names, positions
-        return start, names, positions
+            layout = (names, positions)
+            self._layouts[content] = layout
+        return start, *layout
 
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""

@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples, is_json, parse_fields
 from clipkit.samples.index import (
+    Layout,
     ShardIndex,
     index_of_members,
     index_shard,
@@ -92,9 +93,12 @@ class Shard:
         """Path of the open local file, which the cache may have removed."""
         return Path(f"/dev/fd/{self._descriptor}")
 
-    def read(self, row: int, names: Sequence[str]) -> list[bytes | None]:
-        """Read members of a sample by name, None for missing ones; "" is the image, see ``find_image``."""
-        spans = self.index.spans(row, names)
+    def read(self, row: int, names: Sequence[str], *, layout: Layout | None = None) -> list[bytes | None]:
+        """Read members of a sample by name, None for missing ones; "" is the image, see ``find_image``.
+
+        ``layout`` is that of the row in the index, if it is known.
+        """
+        spans = self.index.spans(layout or self.index.find_layout(row), names)
         if self._has_large:
             for name, (_, size) in zip(names, spans, strict=True):
                 if size > (limit := _LIMITS.get(name.rpartition(".")[2], _LIMIT)):

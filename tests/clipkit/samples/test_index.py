@@ -59,7 +59,10 @@ def index_shard(path: Path) -> ShardIndex:
 
 def spans_of(found: ShardIndex) -> list[dict[str, tuple[int, int]]]:
     """Return the spans of each sample's members."""
-    return [{name: found.spans(row, [name])[0] for name in found.members(row)} for row in range(len(found))]
+    return [
+        {name: found.spans(found.find_layout(row), [name])[0] for name in found.members(row)}
+        for row in range(len(found))
+    ]
 
 
 def keys_of(found: ShardIndex) -> list[str]:
