@@ -74,13 +74,17 @@ def field_hint(name: str, field_names: Iterable[str]) -> str:
     same = [field for field in sorted(names) if field.lower() == name.lower()]
     hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
     fields = f"available fields: {listed(names)}"
-    return f"{hint} {fields}" if hint.startswith("did you mean") else fields
+    if hint.startswith("did you mean"):
+        return f"{hint} {fields}"
+    return fields
 
 
 def listed(names: Iterable[str]) -> str:
     """Join field names in one line; only the first ones if there are many."""
     listed_names = sorted({printable(name, _MAX_NAME) for name in names})
-    more = f" and {len(listed_names) - _SHOWN:,} more" if len(listed_names) > _SHOWN else ""
+    more = ""
+    if len(listed_names) > _SHOWN:
+        more = f" and {len(listed_names) - _SHOWN:,} more"
     return ", ".join(listed_names[:_SHOWN]) + more
 
 
@@ -160,7 +164,9 @@ class CaptionRule:
             name = self._texts.get(member)
             if name is not None:
                 texts[name] = decode_text(data)
-        return texts if len(texts) == len(members) else {**parse_fields(members), **texts}
+        if len(texts) == len(members):
+            return texts
+        return {**parse_fields(members), **texts}
 
     @cached_property
     def _texts(self) -> dict[str, str]:
@@ -202,7 +208,9 @@ class CaptionRule:
             random: random generator, required if ``draws``.
         """
         by_field = self.by_field(fields)
-        flat = [caption for captions in by_field for caption in captions]
+        flat = []
+        for captions in by_field:
+            flat += captions
         if self.choice == "random" and flat:
             assert random is not None
             index = int(random.integers(len(flat)))
@@ -224,15 +232,21 @@ class CaptionRule:
 
         Arguments and errors are as for ``caption``.
         """
-        flat = [caption for captions in self.by_field(fields) for caption in captions]
+        flat = []
+        for captions in self.by_field(fields):
+            flat += captions
         if self.choice == "random":
             assert random is not None
             flat = [flat[i] for i in random.permutation(len(flat))]
-        return [self._apply_template(flat[i % len(flat)], random) for i in range(self.count)] if flat else []
+        if flat:
+            return [self._apply_template(flat[i % len(flat)], random) for i in range(self.count)]
+        return []
 
     def _apply_template(self, caption: str, random: np.random.Generator | None) -> str:
         if self.templates:
-            drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
+            drawn = 0
+            if random and len(self.templates) > 1:
+                drawn = int(random.integers(len(self.templates)))
             caption = self.templates[drawn].replace("{}", caption)
         if not is_utf8(caption):
             raise DataError(NOT_UTF8)

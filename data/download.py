@@ -242,8 +242,9 @@ def download(
     if any(out.glob("[!.]*")) and not (out / "download.json").exists():
         raise DataError(f"{out} is not empty: use a new folder")
     paths = _list_tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
-    readers = [
-        Table(
+    readers = []
+    for path in paths:
+        reader = Table(
             path,
             image_column=options.url_column,
             caption_column=options.caption_column,
@@ -252,8 +253,7 @@ def download(
             need=("image",),
             others=options.fields,
         )
-        for path in paths
-    ]
+        readers.append(reader)
     try:
         out.mkdir(parents=True, exist_ok=True)
         _check_options(out, paths, options, fetch)
@@ -345,11 +345,10 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
         write_atomic(file, json.dumps({"table": table, **now}, indent=2) + "\n", durable=True)
         return
     before = json.loads(file.read_bytes())
-    changed = [
-        f"--{name.replace('_', '-')} {json.dumps(before.get(name))} → {json.dumps(value)}"
-        for name, value in now.items()
-        if before.get(name) != value and name not in _MAY_CHANGE
-    ]
+    changed = []
+    for name, value in now.items():
+        if before.get(name) != value and name not in _MAY_CHANGE:
+            changed.append(f"--{name.replace('_', '-')} {json.dumps(before.get(name))} → {json.dumps(value)}")
     if changed:
         raise ConfigError(
             f"{out} was started with other options ({', '.join(changed)}): use the same options, or a new folder"
@@ -464,7 +463,8 @@ def _samples_of(
             complete = _stats_path(out, _shard_name(shard)).exists()
         if in_this_part and not complete:
             sample = _make_sample(row, fields, keep_captions)
-            if position := groups.position(at):
+            position = groups.position(at)
+            if position:
                 sample.status = "duplicate"
                 sample.cause = "URL of an earlier row"
                 if keep_captions:
@@ -706,9 +706,9 @@ class _Download:
         }
         if self._options.exif:
             with suppress(*PILLOW_ERRORS), Image.open(io.BytesIO(data)) as opened:
-                tags = {
-                    ExifTags.TAGS.get(tag, str(tag)): str(value) for tag, value in opened.getexif().items()
-                }
+                tags = {}
+                for tag, value in opened.getexif().items():
+                    tags[ExifTags.TAGS.get(tag, str(tag))] = str(value)
                 facts["exif"] = json.dumps(tags)
         return image, facts, hashlib.sha256(data).hexdigest()
 
@@ -718,11 +718,10 @@ class _Download:
         while (shard := await shards.get()) is not None:
             await shard.complete.wait()
             if self._options.deduplicate:
-                images = [
-                    (sample, (sample.sha256, self._key(shard.name, i)))
-                    for i, sample in enumerate(shard.samples)
-                    if sample.status == "success"
-                ]
+                images = []
+                for i, sample in enumerate(shard.samples):
+                    if sample.status == "success":
+                        images.append((sample, (sample.sha256, self._key(shard.name, i))))
                 for (sample, _), first in zip(images, self._claim([row for _, row in images]), strict=True):
                     if not first:
                         sample.status = "duplicate"
@@ -778,7 +777,8 @@ class _Download:
             "end_time": ended,
             "status_dict": dict(causes),
         }
-        if retried := Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of):
+        retried = Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of)
+        if retried:
             stats["retried"] = dict(retried)
         write_atomic(_stats_path(self._out, shard.name), json.dumps(stats, indent=2) + "\n", durable=True)
 

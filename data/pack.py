@@ -555,7 +555,9 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Pa
         shutil.rmtree(copies, ignore_errors=True)
         size = sum(path.stat().st_size for path in out.rglob("*.tar"))
         bad = sum(report.bad.values())
-        left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
+        left_out = ""
+        if bad:
+            left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there"
         print(
             f"packed {report.summary} of {what} into {out} ({size_of(size)}){left_out}; "
             "`python -m data pack` writes them to another folder",
@@ -623,11 +625,9 @@ def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
-    orientation = (
-        "unchanged, and CLIP ignores it"
-        if keep_orientation
-        else "upright (unless --keep-orientation is given)"
-    )
+    orientation = "upright (unless --keep-orientation is given)"
+    if keep_orientation:
+        orientation = "unchanged, and CLIP ignores it"
     colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
     if background:
         colors = f"blended onto {background}"
@@ -640,11 +640,14 @@ def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str
         "transparent": f"transparent parts: {colors}",
     }
     for mark, remark in remarks.items():
-        if count := report.marks[mark]:
+        count = report.marks[mark]
+        if count:
             have = "1 image has" if count == 1 else f"{count:,} images have"
             yield f"{have} {remark}"
-    if count := report.marks["equal captions"]:
+    count = report.marks["equal captions"]
+    if count:
         yield f"{counted(count, 'caption')} left out: equal to another caption of the same image"
-    if count := report.marks["other images"]:
+    count = report.marks["other images"]
+    if count:
         rows = counted(count, "row")
         yield f"{rows} with another image than the first row of the group: only the first row's image is stored"

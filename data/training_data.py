@@ -77,9 +77,11 @@ def open_training_data(
         reject_unknown_negatives([shard for source in sources for shard in source], selection, cache)
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
-            if changes := manifest.changes_since(earlier):
+            changes = manifest.changes_since(earlier)
+            if changes:
                 raise other_data(recorded.parent, "; ".join(changes))
-            if unknown := manifest.not_compared(earlier):
+            unknown = manifest.not_compared(earlier)
+            if unknown:
                 print(
                     f"note: {unknown:,} of {len(manifest):,} shards have a different or no modification time, "
                     "inode or etag, and no recorded digest of their content: only keys and sizes of their "

@@ -105,7 +105,8 @@ class Workers(Generic[T]):
             _abandoned.append(self._iterator)
         still = weakref.ref(self._iterator)
         self._iterator = None  # torch ends the workers with it
-        if (held := still()) is not None:  # a traceback refers to it, too
+        held = still()
+        if held is not None:  # a traceback refers to it, too
             _abandoned.append(held)
         self._kill()
 

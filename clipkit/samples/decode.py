@@ -123,7 +123,9 @@ def decode_pixels(data: bytes, rule: Decoding = _AS_OPEN_CLIP, *, reduce: int = 
     """
     if len(data) > MAX_BYTES:
         raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-    pixels = decode_jpeg(data, reduce=reduce) if rule.channels == 3 else None
+    pixels = None
+    if rule.channels == 3:
+        pixels = decode_jpeg(data, reduce=reduce)
     if pixels is not None:
         orientation = jpeg_orientation(data)
         if rule.upright:
@@ -239,7 +241,8 @@ def to_array(image: "Image | npt.NDArray[np.uint8]") -> npt.NDArray[np.uint8]:
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
     """Decode a JPEG to (H, W, 3) uint8 RGB; return None if only Pillow can decode it."""
-    if (size := jpeg_size(data)) is None:
+    size = jpeg_size(data)
+    if size is None:
         return None
     height, width = size
     import simplejpeg
@@ -274,7 +277,9 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return ``jpeg_size`` of a complete sequential JPEG, which every decoder can read; None for other images."""
     is_complete = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
-    return jpeg_size(data) if is_complete and _has_one_scan(data) else None
+    if is_complete and _has_one_scan(data):
+        return jpeg_size(data)
+    return None
 
 
 def _refuse_many_scans(data: bytes, pixels: int) -> None:

@@ -104,7 +104,8 @@ class FolderSamples(Samples):
 
     def fields(self, i: int) -> dict[str, Any]:
         """Return the class, or the captions that are not blank; raise DataError if the image cannot be read."""
-        if cause := self.cause(i):
+        cause = self.cause(i)
+        if cause:
             raise DataError(cause)
         if self.class_names:
             subfolder = self.subfolder(i)
@@ -141,8 +142,12 @@ class FolderSamples(Samples):
     def captions_from(self) -> str:
         """What the captions are read from."""
         if self.class_names:
-            return "names of folders" if self._class_names_folder is None else CLASS_NAMES
-        suffix = self.caption_file.suffix.lower() if self.caption_file else ".txt"
+            if self._class_names_folder is None:
+                return "names of folders"
+            return CLASS_NAMES
+        suffix = ".txt"
+        if self.caption_file:
+            suffix = self.caption_file.suffix.lower()
         return f"{suffix} files"
 
     @cached_property
@@ -325,7 +330,8 @@ def caption_table_of(folder: Path, *, image_column: str | None, caption_column: 
     A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
     is named.
     """
-    if (metadata := metadata_of(folder)) is not None:
+    metadata = metadata_of(folder)
+    if metadata is not None:
         return metadata
     opened = open_caption_tables(
         sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
@@ -364,10 +370,14 @@ def read_captions(file: Path) -> list[str]:
             data = opened.read(_MAX_BYTES)
     except OSError:
         return []
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    encoding = "utf-8-sig"
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        encoding = "utf-16"
     text = data.decode(encoding, errors="replace")
     if file.suffix.lower() != ".json":
-        return _LINE_END.split(text.removesuffix("\n").removesuffix("\r")) if text else []
+        if text:
+            return _LINE_END.split(text.removesuffix("\n").removesuffix("\r"))
+        return []
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -377,7 +387,9 @@ def read_captions(file: Path) -> list[str]:
     captions = fields.get("captions") or fields.get("caption")
     if isinstance(captions, str):
         return [captions]
-    return [text for text in captions if isinstance(text, str)] if isinstance(captions, list) else []
+    if isinstance(captions, list):
+        return [text for text in captions if isinstance(text, str)]
+    return []
 
 
 def list_texts(folder: Path) -> dict[str, list[str]]:

@@ -72,7 +72,9 @@ def describe_unreadable(data: bytes) -> str:
     name = image_format(data)
     if name == "TIFF":
         return "a TIFF that is damaged or of a kind that cannot be read: convert it to 8 or 16 bits"
-    return _cannot_read(name) if name in _UNREADABLE else "not an image in a known format"
+    if name in _UNREADABLE:
+        return _cannot_read(name)
+    return "not an image in a known format"
 
 
 def _cannot_read(name: str) -> str:

@@ -277,7 +277,8 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
         paths.append(paths[0].with_suffix(".truncated"))
     for path in paths:
         with suppress(TypeError):
-            if (stored := read_arrays(path)) is not None:
+            stored = read_arrays(path)
+            if stored is not None:
                 parts: dict[str, Any] = {**stored[0], **stored[1]}
                 return ShardIndex(**parts)
     return None
@@ -342,7 +343,8 @@ def index_of_members(
         for name, offset, size in members:
             key, _, extension = name.partition(".")
             if key != last or extension not in number_of:  # fast path: otherwise the split above is correct
-                if (parts := sample_name(name)) is None:
+                parts = sample_name(name)
+                if parts is None:
                     continue
                 key, extension = parts
                 if key != last:

@@ -108,7 +108,9 @@ class Shard:
         contents: list[bytes | None] = []
         try:
             for offset, size in spans:
-                data = os.pread(self._descriptor, size, offset) if offset else None
+                data = None
+                if offset:
+                    data = os.pread(self._descriptor, size, offset)
                 if data is not None and len(data) != size:
                     raise DataError("the shard is shorter than when it was indexed")
                 contents.append(data)
@@ -223,7 +225,8 @@ class OpenShards(ABC, Generic[S]):
         if self._open_in != os.getpid():  # forked
             self._forget_open()
         with self._open_lock:
-            if (opened := self._open.get(index)) is not None:
+            opened = self._open.get(index)
+            if opened is not None:
                 self._open.move_to_end(index)
                 return opened
         opened = self._new_shard(index)

@@ -172,8 +172,9 @@ def _open_tables(source: Source, options: OpenOptions) -> Samples:
         raise DataError(
             f"{source.files[0].shown} is a table in a store: download it, and the images that it lists"
         )
-    tables = [
-        Table(
+    tables = []
+    for file in source.files:
+        table = Table(
             Path(file.url),
             image_column=options.image_column,
             caption_column=options.caption_column,
@@ -182,8 +183,7 @@ def _open_tables(source: Source, options: OpenOptions) -> Samples:
             encoded=True,
             others=options.others,
         )
-        for file in source.files
-    ]
+        tables.append(table)
     return TableSamples(tables, group=options.group)
 
 
@@ -436,7 +436,8 @@ def find_split(
             raise
         except DataError:  # there is no such branch, or no such split in it
             pass
-    if names := sorted(filter(None, splits)):
+    names = sorted(filter(None, splits))
+    if names:
         raise MissingSplit(f"{shown(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}")
     message = f"no tar, table or Parquet file of split {split!r} in {shown(str(folder))}"
     if isinstance(folder, str):
@@ -475,7 +476,8 @@ def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]
     """Return the tars 0.tar to N-1.tar on a web server that does not list folders, if ``nshards.txt`` states N."""
     if isinstance(folder, str) and folder.startswith(("http://", "https://")):
         for location in (*(f"{folder}/{name}" for name in _names_of(split)), folder):
-            if count := _stated_count(location):
+            count = _stated_count(location)
+            if count:
                 files = describe([f"{location}/{i}.tar" for i in range(count)])
                 return "" if location == folder else split, files
     return "", []
@@ -484,13 +486,17 @@ def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]
 def _describe_parts(files: list[ShardFile]) -> list[ShardFile]:
     """Return files with their sizes, which a web server's listing does not state; check that no part is missing."""
     check_parts(file.shown for file in files)
-    return describe([file.url for file in files]) if files[0].size < 0 else files
+    if files[0].size < 0:
+        return describe([file.url for file in files])
+    return files
 
 
 def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str, list[ShardFile]]:
     tars = [file for file in files if file.name.endswith(".tar")]
     if tars:
-        count = _stated_count(folder) if any(file.name == _COUNT for file in files) else None
+        count = None
+        if any(file.name == _COUNT for file in files):
+            count = _stated_count(folder)
         if count not in (None, len(tars)):
             raise DataError(
                 f"{shown(str(folder))} has {counted(len(tars), 'shard')}, but {_COUNT} says '{count}'"

@@ -117,7 +117,9 @@ class TableSamples(Samples):
         key = image
         if group_by is not None:
             value = json_value(row.others.get(group_by))
-            key = b"" if value in (None, "") else digest_key(json.dumps(value, sort_keys=True).encode())
+            key = b""
+            if value not in (None, ""):
+                key = digest_key(json.dumps(value, sort_keys=True).encode())
         self._rows.add(number, row, b"" if row.cause else key, image=image)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -127,7 +127,9 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
                 raise DataError(
                     f"shard {shard} is compressed: random access needs a plain tar, unpack it first"
                 )
-            what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
+            what = "is not a tar file"
+            if position != 0:
+                what = f"has a broken header at byte {position}"
             raise _damaged(shard, what)
         if run.fault is not None:
             raise run.fault
@@ -200,7 +202,8 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
     short = (lengths >= 0) & (lengths <= BLOCK) & (first < len(blocks))
     if short.any():
         content = blocks[first[short], : lengths[short].max()].tobytes()
-        if matches := [content.find(word) for word in _PAX_WORDS if word in content]:
+        matches = [content.find(word) for word in _PAX_WORDS if word in content]
+        if matches:
             short[np.flatnonzero(short)[min(matches) // (len(content) // int(short.sum())) :]] = False
     usual[is_pax] &= short
     count = len(at) if usual.all() else int(usual.argmin())
@@ -307,7 +310,8 @@ def _add_unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) ->
             if any(key.startswith("GNU.sparse.") for key in records):
                 raise DataError(sparse)
             name = records.get("path")
-            if (size_text := records.get("size")) is not None:
+            size_text = records.get("size")
+            if size_text is not None:
                 if run.long_size is not None or not _PAX_SIZE.fullmatch(size_text):
                     raise _damaged(shard, ambiguous)
                 run.extended = True
@@ -348,7 +352,8 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
         chunk = tar[start : min(far, start + _CHUNK)]
         if len(chunk) < min(far - start, _CHUNK):
             raise _truncated(shard, f"it stops at byte {start + len(chunk)}")
-        if rest := chunk.lstrip(b"\0"):
+        rest = chunk.lstrip(b"\0")
+        if rest:
             other = start + len(chunk) - len(rest)
             break
     zeros = other - position
@@ -404,7 +409,9 @@ def _octal(field: bytes) -> int | None:
     """Parse octal digits surrounded by spaces; 0 for an empty field, None if invalid."""
     digits = field.split(b"\0", 1)[0].strip(b" ")
     # int() alone would accept signs, underscores and prefixes
-    return None if digits.strip(b"01234567") else int(digits or b"0", 8)
+    if digits.strip(b"01234567"):
+        return None
+    return int(digits or b"0", 8)
 
 
 def _text(data: bytes) -> str:

@@ -156,7 +156,8 @@ class TraitCounts:
             ("frames", "several frames, of which the first is used"),
             ("cmyk", "CMYK colors, which are converted to RGB without a color profile"),
         ):
-            if count := getattr(self, name):
+            count = getattr(self, name)
+            if count:
                 have = "has" if count == 1 else "have"
                 lines[name] = f"{count:,} of {counted(self.images, 'image')} {have} {loss}"
         return lines
@@ -195,7 +196,9 @@ def is_rgb(values: object) -> TypeGuard[Color]:
 
 def hex_of(color: Color | None) -> str:
     """Format a color as "#rrggbb", or "none"."""
-    return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
+    if color is None:
+        return "none"
+    return "#{:02x}{:02x}{:02x}".format(*color)
 
 
 def is_transparent(image: "Image") -> bool:
@@ -267,7 +270,9 @@ def upright_image(image: "Image", orientation: int) -> "Image":
     """Apply an EXIF orientation to an image."""
     from PIL.Image import Transpose
 
-    return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image
+    if orientation != 1:
+        return image.transpose(Transpose[_TRANSPOSE[orientation]])
+    return image
 
 
 def upright_array(pixels: "npt.NDArray[Any]", orientation: int) -> "npt.NDArray[Any]":

@@ -154,7 +154,9 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
     for code, name in sorted(names.items()):
         # Computer Modern's files use TeX's encodings: the glyph's name is correct, its code is not
         truth = _OLD_STYLE.get(name) or (agl.toUnicode(name) if face.file.startswith("cm") else chr(code))
-        title = unicodedata.name(truth, "") if len(truth) == 1 and name != ".notdef" else ""
+        title = ""
+        if len(truth) == 1 and name != ".notdef":
+            title = unicodedata.name(truth, "")
         if (
             not 1 <= len(title.split()) <= 7
             or not any(first <= ord(truth) <= last for first, last in _BLOCKS)

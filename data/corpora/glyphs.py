@@ -120,7 +120,9 @@ def write_caption(
         before += styles if rng.random() < 0.6 else [styles[int(rng.integers(len(styles)))]]
     phrase = " ".join([*before, phrase])
     # by sound: "an 8", "an uppercase a", but "a union"
-    article = "an" if phrase[0] in "aeio8" or phrase.startswith(("up", "un ")) else "a"
+    article = "a"
+    if phrase[0] in "aeio8" or phrase.startswith(("up", "un ")):
+        article = "an"
     caption = _pick(rng, _PHRASES).format(p=phrase, a=article)
     return ", ".join([caption, *after])
 
@@ -171,11 +173,11 @@ def make(
             f"cannot make {samples} glyphs of {size} pixels from seed {seed}: "
             "samples must be 1 or more, size 16 to 512, seed 0 or more"
         )
-    chunks = [
-        _Chunk(split=split, start=start, count=min(_CHUNK, total - start), size=size, seed=seed)
-        for split, total in (("train", samples), ("test", _TEST_VIEWS * len(_held_out())))
-        for start in range(0, total, _CHUNK)
-    ]
+    chunks = []
+    for split, total in (("train", samples), ("test", _TEST_VIEWS * len(_held_out()))):
+        for start in range(0, total, _CHUNK):
+            count = min(_CHUNK, total - start)
+            chunks.append(_Chunk(split=split, start=start, count=count, size=size, seed=seed))
     with DatasetWriter(out) as writer:
         for chunk, records in _generate(chunks, processes or os.cpu_count() or 1, progress=progress):
             for record in records:
@@ -298,7 +300,9 @@ def _pools() -> dict[str, _Pool]:
             elif glyph.character in string.ascii_letters:
                 kind = "letter"
             elif kind not in ("latin", "greek", "cyrillic"):
-                kind = "punctuation" if unicodedata.category(glyph.character)[0] == "P" else "symbol"
+                kind = "symbol"
+                if unicodedata.category(glyph.character)[0] == "P":
+                    kind = "punctuation"
             pools[kind].add(glyph)
     return pools
 

@@ -144,7 +144,8 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     try:
         if how.resize is not None and (stored := _resize_jpeg(data, how)) is not None:
             return stored
-        if (bands := read_values(data, Decoding())) is not None:
+        bands = read_values(data, Decoding())
+        if bands is not None:
             return _store_as_is(bands, data, how)
         with Image.open(io.BytesIO(data), formats=readable_formats(data)) as image:
             return _store_opened(image, data, how)
@@ -169,14 +170,16 @@ def _resize_jpeg(data: bytes, how: Storing) -> StoredImage | None:
     height, width = size
     if orientation >= 5:
         height, width = width, height
-    if (target := how.resize.target(width, height)) is None:
+    target = how.resize.target(width, height)
+    if target is None:
         return None
     import simplejpeg
     import torch
 
     # decode at a half, a quarter or an eighth if at least twice the target size remains
     reduce = max(by for by in (1, 2, 4, 8) if by == 1 or min(width / target[0], height / target[1]) >= 2 * by)
-    if (pixels := decode_jpeg(data, reduce=reduce)) is None:
+    pixels = decode_jpeg(data, reduce=reduce)
+    if pixels is None:
         return None
     # torch's fast kernel for bytes takes a batch with channels last
     tensor = torch.from_numpy(upright_array(pixels, orientation)[None]).permute(0, 3, 1, 2)  # (1, 3, H, W)
@@ -184,7 +187,8 @@ def _resize_jpeg(data: bytes, how: Storing) -> StoredImage | None:
         tensor, size=(target[1], target[0]), mode="bicubic", align_corners=False, antialias=True
     )
     array = tensor[0].permute(1, 2, 0).numpy()  # (H, W, 3)
-    if (box := how.resize.box(*target)) is not None:
+    box = how.resize.box(*target)
+    if box is not None:
         left, top, right, bottom = box
         if how.resize.mode == "center_crop":
             array = array[top:bottom, left:right]
@@ -275,7 +279,9 @@ def _transform_image(
             "deep, signed or float grayscale that cannot be changed without loss: convert it first, or pack it "
             "unchanged"
         )
-    profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
+    profile = None
+    if image.mode in ("L", "LA", "P", "RGB", "RGBA"):
+        profile = image.info.get("icc_profile")
     tags = Image.Exif()
     if deep and "transparency" in image.info:
         result.info["transparency"] = image.info["transparency"]
@@ -293,7 +299,8 @@ def _transform_image(
         result = flattened(result, how.background)
     if target is not None and how.resize is not None:
         result = result.resize(target, Image.Resampling.BICUBIC, reducing_gap=2.0)
-        if (box := how.resize.box(*target)) is not None:
+        box = how.resize.box(*target)
+        if box is not None:
             if how.resize.mode == "border":
                 white = Image.new(result.mode, (how.resize.size,) * 2, (255,) * len(result.getbands()))
                 white.paste(result, (-box[0], -box[1]))

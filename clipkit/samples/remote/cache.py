@@ -40,9 +40,11 @@ _STEP = 16 << 20  # bytes by which a file of unknown size grows
 def cache_folder() -> Path:
     """Return ``$CLIPKIT_CACHE``, else ``$XDG_CACHE_HOME/clipkit``, else ``~/.cache/clipkit``, without creating
     it."""
-    if folder := os.environ.get("CLIPKIT_CACHE"):
+    folder = os.environ.get("CLIPKIT_CACHE")
+    if folder:
         return Path(folder).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    if xdg:
         return Path(xdg) / "clipkit"
     return Path.home() / ".cache" / "clipkit"
 
@@ -228,7 +230,8 @@ class ShardCache:
                 if path is None:
                     if ahead is None:
                         with suppress(OSError):  # otherwise each waiting process would retry for minutes
-                            if (fault := stem.with_suffix(".fault")).stat().st_mtime >= began:
+                            fault = stem.with_suffix(".fault")
+                            if fault.stat().st_mtime >= began:
                                 raise DataError(fault.read_text(errors="replace"))
                     self._download(shard, stem, ahead)
             except DataError as error:
@@ -268,7 +271,8 @@ class ShardCache:
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
             with suppress(OSError):
-                if (now := stem.with_suffix(".part").stat().st_mtime_ns) != last:
+                now = stem.with_suffix(".part").stat().st_mtime_ns
+                if now != last:
                     last = now
                     since = time.monotonic()
             if time.monotonic() - since > STILL_SECONDS:
@@ -369,7 +373,8 @@ class ShardCache:
         for path in self.folder.glob("??/*.part"):
             if path == part:
                 continue
-            if (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process
+            lock = FileLock(path.with_suffix(".lock"))
+            if lock.try_acquire():  # of a killed process
                 path.unlink(missing_ok=True)
                 lock.release()
                 continue

@@ -98,7 +98,9 @@ class ShardFile:
 def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFile]:
     """Return the files with these suffixes directly in a folder, see ``list_entries``, with their sizes."""
     files = [file for file in list_entries(url)[0] if file.name.endswith(suffixes)]
-    return describe([file.url for file in files]) if files and files[0].size < 0 else files
+    if files and files[0].size < 0:
+        return describe([file.url for file in files])
+    return files
 
 
 def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
@@ -142,7 +144,8 @@ def _links(folder: str) -> list[str]:
         try:
             target = urljoin(folder, link)
             # absolute links omit the user name and password of the folder's URL
-            if (parts := urlsplit(target)).netloc == host.rpartition("@")[2]:
+            parts = urlsplit(target)
+            if parts.netloc == host.rpartition("@")[2]:
                 target = parts._replace(netloc=host).geturl()
         except ValueError:  # not a URL
             continue
@@ -168,7 +171,9 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         except DataError:
             failed.set()
             raise
-        return None if facts is None else ShardFile(url=url, size=facts[0], version=facts[1])
+        if facts is None:
+            return None
+        return ShardFile(url=url, size=facts[0], version=facts[1])
 
     pool = ThreadPoolExecutor(min(_THREADS, max(1, len(urls))))
     try:
@@ -177,7 +182,9 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         pool.shutdown(cancel_futures=True)
     missing = [url for url, shard in zip(urls, files, strict=True) if shard is None]
     if missing:
-        form = f"; the form is {HUB_FORM}" if protocol_of(missing[0]) == "hf" else ""
+        form = ""
+        if protocol_of(missing[0]) == "hf":
+            form = f"; the form is {HUB_FORM}"
         if len(urls) == 1:
             raise DataError(f"{shown(missing[0])}: there is no such file{form}")
         raise DataError(
@@ -347,7 +354,8 @@ def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
     """
     paths = [folder / file.name for file in files]
     names = Counter(file.name for file in files)
-    if repeated := next((name for name, count in names.items() if count > 1), None):
+    repeated = next((name for name, count in names.items() if count > 1), None)
+    if repeated:
         raise DataError(f"several files are called {repeated}: use one at a time")
     folder.mkdir(parents=True, exist_ok=True)
     for file, path in zip(files, paths, strict=True):

@@ -161,7 +161,8 @@ class Attempts:
     def received(self, count: int, *, new: bool = True) -> None:
         """Count bytes; enough of them reset the retries if they are ``new``."""
         self._bytes += count
-        if enough := self._bytes >= _PROGRESS:
+        enough = self._bytes >= _PROGRESS
+        if enough:
             self.answered()
             if new:
                 self._failures = 0
@@ -192,7 +193,9 @@ class Attempts:
             since = self._unreached[0]
             limit = PATIENCE.contact_seconds
             last = tries > len(PATIENCE.contact_waits)
-            wait = 0.0 if last else PATIENCE.contact_waits[tries - 1] * _random.uniform(0.8, 1.0)
+            wait = 0.0
+            if not last:
+                wait = PATIENCE.contact_waits[tries - 1] * _random.uniform(0.8, 1.0)
         else:
             self._unreached.clear()
             tries = self._failures
@@ -345,7 +348,8 @@ def _classified(error: Exception) -> TransferError:
         response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if isinstance(status := getattr(response, "status_code", response), int):
+        status = getattr(response, "status_code", response)
+        if isinstance(status, int):
             return http_error(status)
     status = getattr(error, "status" if hasattr(error, "status") else "code", None)
     if isinstance(status, int) and status >= 300:
@@ -365,7 +369,8 @@ def _classified(error: Exception) -> TransferError:
         return TransferError("invalid URL", temporary=False)
     if name == "OfflineModeIsEnabled":  # huggingface_hub
         return TransferError("HF_HUB_OFFLINE forbids downloads: unset it", temporary=False)
-    if (unreached := _unreached(error)) is not None:
+    unreached = _unreached(error)
+    if unreached is not None:
         return unreached
     reason = getattr(getattr(error, "os_error", error), "strerror", None) or name
     names = " ".join(base.__name__ for base in type(error).__mro__)
@@ -481,7 +486,9 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
             yield Transfer(chunks=chunks)
         return
     client = _client_of(protocol)
-    byte_range = f"bytes={start}-{'' if stop is None else stop - 1}" if start or stop is not None else None
+    byte_range = None
+    if start or stop is not None:
+        byte_range = f"bytes={start}-{'' if stop is None else stop - 1}"
     if protocol in ("http", "https", "hf"):
         with _http_transfer(client, url, byte_range) as transfer:
             yield transfer
@@ -531,7 +538,8 @@ def listing(url: str) -> list[tuple[str, int, str]]:
 
 def _facts_of(entry: Mapping[str, Any]) -> tuple[int, str]:
     versions = [entry.get(name) for name in ("blob_id", "generation", "ETag", "etag", "mtime")]
-    if lfs := entry.get("lfs"):
+    lfs = entry.get("lfs")
+    if lfs:
         versions.insert(0, lfs.get("sha256"))
     size = entry.get("size")
     version = next((str(version) for version in versions if version), "")
@@ -726,7 +734,8 @@ def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int, errors:
     while True:
         if not readable.poll(seconds * 1000):
             raise TransferError(f"the command has written nothing for {seconds:g} s", temporary=True)
-        if not (data := os.read(descriptor, _CHUNK)):
+        data = os.read(descriptor, _CHUNK)
+        if not data:
             break
         yield data
     try:
@@ -738,7 +747,8 @@ def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int, errors:
         raise TransferError(f"the command failed with status {status}: a program {what}", temporary=False)
     if status:
         how = f"with status {status}" if status > 0 else f"by signal {-status}"
-        if error_line := _read_last_line(errors):
+        error_line = _read_last_line(errors)
+        if error_line:
             how = f"{how} ({error_line})"
         raise TransferError(f"the command failed {how}", temporary=True, unreached=True)
 

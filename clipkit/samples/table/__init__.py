@@ -216,12 +216,16 @@ class Table:
     def __iter__(self) -> Iterator[Row]:
         records = self._format.records(self._required, list(self.others))
         for row_number, record in enumerate(records, 1):
-            path = record.cells.get(self.image_column) if self.image_column else None
+            path = None
+            if self.image_column:
+                path = record.cells.get(self.image_column)
             path = path.strip() if isinstance(path, str) else path
             if record.cause:
                 yield Row(number=row_number, path=path, cause=record.cause, progress=record.progress)
                 continue
-            caption = record.cells.get(self.caption_column) if self.caption_column else None
+            caption = None
+            if self.caption_column:
+                caption = record.cells.get(self.caption_column)
             others = self._other_cells(record.cells)
             cause = self._check_encoding(others)
             captions: object = None
