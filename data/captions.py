@@ -52,11 +52,6 @@ def leaf_fields(fields: Fields) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """Split names of captions that are separated by commas; ("txt",) without any."""
-    return tuple(name.strip() for name in text.split(",") if name.strip()) or (TEXT,)
-
-
 def json_members(fields: Iterable[str], names: Collection[str]) -> list[str]:
     """Return those of a sample's members that may contain these json fields, see ``parse_fields``."""
     members = []

@@ -535,7 +535,8 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Pa
     paths = [source for source in sources if isinstance(source, Path)]
     facts = [f"{file.url}\0{file.size} {file.version}" for file in remote]
     for path in map(Path.absolute, paths):
-        for file, _ in files_below(path) if path.is_dir() else [(path, "")]:
+        files = files_below(path) if path.is_dir() else [(path, "")]
+        for file, _ in files:
             try:
                 status = file.stat()
             except OSError as error:

@@ -145,9 +145,12 @@ def packed_images(
         folders: dict[str, None] = {}  # in order, each once
         ends = accumulate(manifest.sources)
         for source, count, end in zip(settings.sources, manifest.sources, ends, strict=True):
-            for shard in () if source in BUILTIN else map(manifest.urls.__getitem__, range(end - count, end)):
+            if source in BUILTIN:
+                continue
+            for shard in map(manifest.urls.__getitem__, range(end - count, end)):
                 is_stream = shard.startswith("pipe:") or "?" in shard
-                folders["" if is_stream else shard.rpartition("/")[0]] = None
+                folder = shard.rpartition("/")[0]
+                folders["" if is_stream else folder] = None
         packed = _summarize_records([_read_record(folder) for folder in folders], settings, pixels)
     return msgspec.json.decode(broadcast(msgspec.json.encode(packed)), type=Packed)
 

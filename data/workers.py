@@ -86,9 +86,10 @@ class Workers(Generic[T]):
         except Exception:  # a broken connection raises various errors in torch and multiprocessing
             # the connections of a killed worker break before its exit status is known
             sentinels = {process.sentinel: process for process in self._processes}
-            for broken in wait(list(sentinels), timeout=1) if sentinels else []:
-                assert type(broken) is int
-                sentinels[broken].join(timeout=5)
+            if sentinels:
+                for broken in wait(list(sentinels), timeout=1):
+                    assert type(broken) is int
+                    sentinels[broken].join(timeout=5)
             self._check()
             raise
         finally:

@@ -25,7 +25,6 @@ from clipkit.samples.depth import (
     has_deep_colors,
     is_beyond_png,
     is_deep,
-    is_white_zero,
     parse_pixel_range,
     refuse_deep_alpha,
     suggest_pixel_range,
@@ -33,29 +32,23 @@ from clipkit.samples.depth import (
     value_extrema,
 )
 from clipkit.samples.folders import (
-    PARQUET_PART,
     SPLIT_NAMES,
     SPLIT_WORDS,
     files_below,
     images_below,
     is_hidden,
     read_file,
-    select_split,
 )
 from clipkit.samples.image_folder import (
     CLASS_NAMES,
     FolderSamples,
     are_ids,
     caption_table_of,
-    find_captions,
-    open_caption_tables,
     read_class_names,
 )
 from clipkit.samples.image_types import (
-    ARRAY_EXTENSIONS,
     IMAGE_EXTENSIONS,
     IMAGE_MEMBERS,
-    check_image,
     describe_unreadable,
     image_format,
 )
@@ -107,7 +100,7 @@ from clipkit.samples.table.groups import MOST_ROWS, RowsByKey, digest_key, merge
 from clipkit.samples.table.parquet import ParquetSamples
 from clipkit.samples.table.values import json_value
 from clipkit.samples.tables import TableSamples
-from clipkit.samples.tar import Content, TruncatedError, tar_files, tar_files_of
+from clipkit.samples.tar import TruncatedError, tar_files, tar_files_of
 from clipkit.samples.traits import (
     NO_TRAITS,
     ORIENTATION_TAG,
@@ -125,7 +118,6 @@ from clipkit.samples.traits import (
 )
 
 __all__ = [
-    "ARRAY_EXTENSIONS",
     "CACHE_GB",
     "CAPTION_COLUMNS",
     "CLASS_NAMES",
@@ -138,7 +130,6 @@ __all__ = [
     "NAMED_SUFFIXES",
     "NO_TRAITS",
     "ORIENTATION_TAG",
-    "PARQUET_PART",
     "PILLOW_ERRORS",
     "SPLIT_NAMES",
     "SPLIT_WORDS",
@@ -146,7 +137,6 @@ __all__ = [
     "SUFFIXES",
     "Bands",
     "Color",
-    "Content",
     "Decoding",
     "FolderSamples",
     "MissingSplit",
@@ -172,7 +162,6 @@ __all__ = [
     "are_integers",
     "caption_table_of",
     "check_captions",
-    "check_image",
     "color_of",
     "decode_image",
     "decode_jpeg",
@@ -182,7 +171,6 @@ __all__ = [
     "describe_unreadable",
     "digest_key",
     "files_below",
-    "find_captions",
     "find_column",
     "find_image",
     "find_source",
@@ -204,7 +192,6 @@ __all__ = [
     "is_json",
     "is_table",
     "is_transparent",
-    "is_white_zero",
     "join_place",
     "jpeg_orientation",
     "jpeg_size",
@@ -212,7 +199,6 @@ __all__ = [
     "list_files",
     "listed_path",
     "merge_rows",
-    "open_caption_tables",
     "open_image",
     "open_samples",
     "orientation_of",
@@ -231,7 +217,6 @@ __all__ = [
     "readable_formats",
     "refuse_deep_alpha",
     "safe_cell",
-    "select_split",
     "stored_index",
     "suggest_pixel_range",
     "tar_files",

@@ -157,7 +157,9 @@ def load_image(
         if bands is not None:
             pixels, clamped = bands.to_8_bits(rule.pixel_range, channels=rule.channels)
             traits = Traits(clamped=clamped, frames=bands.several)
-            return (_from_array(pixels) if rule.channels == 3 else pixels), traits
+            if rule.channels == 3:
+                return _from_array(pixels), traits
+            return pixels, traits
         assert not isinstance(content, Bands)
         image = open_image(content)
         traits = _load(image)

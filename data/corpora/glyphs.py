@@ -293,7 +293,9 @@ class _Pool:
 def _pools() -> dict[str, _Pool]:
     pools = {kind: _Pool() for kind in _KINDS}
     for face in FACES:
-        for glyph in glyphs_of(face) if face.family not in HELD_OUT else ():
+        if face.family in HELD_OUT:
+            continue
+        for glyph in glyphs_of(face):
             kind = character_name(glyph.character).split()[0]
             if glyph.character in string.digits:
                 kind = "digit"

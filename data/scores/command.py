@@ -318,7 +318,8 @@ def _find_matches(
     """
 
     def blocks() -> Iterator[npt.NDArray[Any]]:
-        for shard in shards[:-1] if group is not None else shards:
+        complete = shards if group is None else shards[:-1]
+        for shard in complete:
             yield from shard.blocks()
         if group is not None:
             for _, block in zip(range(group), shards[-1].blocks(), strict=False):

@@ -160,7 +160,9 @@ class StoredRows:
             out[i] = unpacked(arrays[file][row : row + 1 or None])[0]
 
     def _mapped(self) -> list[npt.NDArray[Any]]:
-        for path, _ in self._files if not self._arrays else ():
+        if self._arrays:
+            return self._arrays
+        for path, _ in self._files:
             try:
                 array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:

@@ -488,7 +488,8 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
     client = _client_of(protocol)
     byte_range = None
     if start or stop is not None:
-        byte_range = f"bytes={start}-{'' if stop is None else stop - 1}"
+        last = "" if stop is None else stop - 1
+        byte_range = f"bytes={start}-{last}"
     if protocol in ("http", "https", "hf"):
         with _http_transfer(client, url, byte_range) as transfer:
             yield transfer
@@ -550,8 +551,11 @@ def _range_start(content_range: str | None, default: int) -> tuple[int, int]:
     if not content_range:
         return 0, default
     span, _, total = content_range.removeprefix("bytes").strip().partition("/")
-    first = span.partition("-")[0]
-    return (int(first) if first.isdecimal() else 0), (int(total) if total.isdecimal() else -1)
+    return _parse_integer(span.partition("-")[0], 0), _parse_integer(total, -1)
+
+
+def _parse_integer(text: str, default: int) -> int:
+    return int(text) if text.isdecimal() else default
 
 
 @contextmanager
@@ -599,7 +603,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         if response.status not in (200, 206, 416):
             after = response.headers.get("Retry-After", "")
             response.close()
-            raise http_error(response.status, wait=float(after) if after.isdecimal() else 0.0)
+            raise http_error(response.status, wait=_parse_integer(after, 0))
         return response
 
     response = _call(client, get)
@@ -607,8 +611,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         etags = [redirect.headers.get("X-Linked-ETag") for redirect in response.history]  # Hugging Face
         version = next(filter(None, etags), None) or response.headers.get("ETag")
         version = (version or response.headers.get("Last-Modified", "")).removeprefix("W/").strip('"')
-        length = response.headers.get("Content-Length", "")
-        length = int(length) if length.isdecimal() else -1
+        length = _parse_integer(response.headers.get("Content-Length", ""), -1)
         start, total = _range_start(response.headers.get("Content-Range"), length)
         chunks = _chunks(client, partial(_any_bytes, response.content))
         if response.status == 416:  # for an empty file even the first byte is out of range
