@@ -178,7 +178,7 @@ class CaptionRule:
             if isinstance(caption, str) and caption.strip() and is_utf8(caption)
         ]
 
-    def by_field(self, fields: Fields) -> list[list[str]]:
+    def captions_by_field(self, fields: Fields) -> list[list[str]]:
         """Return the non-empty captions of each field."""
         text = fields.get(TEXT)
         if text is None and isinstance(fields.get("caption"), str):
@@ -202,19 +202,19 @@ class CaptionRule:
             index: of the caption, for "all".
             random: random generator, required if ``draws``.
         """
-        by_field = self.by_field(fields)
+        captions_by_field = self.captions_by_field(fields)
         flat = []
-        for captions in by_field:
+        for captions in captions_by_field:
             flat += captions
         if self.choice == "random" and flat:
             assert random is not None
             index = int(random.integers(len(flat)))
         elif self.choice == "weighted" and flat:
             assert random is not None
-            weights = np.array(self.weights) * list(map(bool, by_field))
+            weights = np.array(self.weights) * list(map(bool, captions_by_field))
             flat = []
             if weights.any():
-                flat = by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
+                flat = captions_by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
                 index = int(random.integers(len(flat)))
         elif self.choice == "first":
             index = 0
@@ -228,7 +228,7 @@ class CaptionRule:
         Arguments and errors are as for ``caption``.
         """
         flat = []
-        for captions in self.by_field(fields):
+        for captions in self.captions_by_field(fields):
             flat += captions
         if self.choice == "random":
             assert random is not None

@@ -71,7 +71,7 @@ from clipkit.samples import (
 from clipkit.samples.remote import describe, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
 from data.options import DownloadCommand, DownloadOptions, FetchOptions
-from data.pack import FieldNames, fields_of
+from data.pack import FieldNames, make_meta
 from data.shards.images import BadImage, Resize, ResizeMode, StoredImage, Storing, store_image
 from data.web import Fetcher, FetchError
 
@@ -548,7 +548,7 @@ def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sa
             raise DataError(row.cause)
         if keep_captions:
             sample.captions = list(dict.fromkeys(check_captions(row.caption)))
-        sample.fields = fields_of(row.others, names, sample.captions)
+        sample.fields = make_meta(row.others, names, sample.captions)
     except DataError as error:
         sample.status = "failed_to_download"
         sample.cause = str(error)

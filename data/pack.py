@@ -57,10 +57,10 @@ from clipkit.samples import (
     Table,
     TableSamples,
     are_ids,
-    caption_table_of,
     check_captions,
     color_of,
     files_below,
+    find_caption_table,
     find_splits,
     images_below,
     json_value,
@@ -341,7 +341,9 @@ def _find_parts(paths: Sequence[Path], options: PackOptions, split: str | None) 
         parts += _find_parts(inner, options, stated)
     if parts:
         return parts
-    table = caption_table_of(folder, image_column=options.image_column, caption_column=options.caption_column)
+    table = find_caption_table(
+        folder, image_column=options.image_column, caption_column=options.caption_column
+    )
     if table is None and options.group_by is not None:
         raise ConfigError(f"--group-by {options.group_by}: {folder} is a folder of images, not a table")
     tables = [] if table is None else _open_tables([table], options)
@@ -419,7 +421,7 @@ def _pack_sample(
         if len(data) > LARGEST_FILE:
             raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")
         image = store_image(data, how)
-        meta = fields_of(fields, names, captions)
+        meta = make_meta(fields, names, captions)
     except (DataError, BadImage) as cause:
         return str(cause)
     marks = {
@@ -498,7 +500,7 @@ class FieldNames:
         return {column: self._names[column] for column in columns if column in self._names}
 
 
-def fields_of(
+def make_meta(
     others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
 ) -> dict[str, Any]:
     """Return a sample's json."""

@@ -16,7 +16,7 @@ from clipkit.samples import (
     IMAGE_MEMBERS,
     Shard,
     ShardIndex,
-    index_place,
+    index_path,
     read_arrays,
     write_arrays,
 )
@@ -165,7 +165,7 @@ class Selection:
                 continue
             numbers: Sequence[int] = (0,)
             if self.captions.choice == "all":
-                count = sum(map(len, self.captions.by_field(fields)))
+                count = sum(map(len, self.captions.captions_by_field(fields)))
                 if not count:
                     dropped["without caption"] += 1
                 numbers = range(min(count, _MAX_CAPTIONS))
@@ -218,7 +218,7 @@ class SelectedShard(Shard):
     def _choose(self, selection: Selection) -> Chosen:
         if not selection.reads_json:
             return selection.choose(self.index, lambda row: {}, shard=self.file.name)
-        path = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
+        path = index_path(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
         with suppress(KeyError, TypeError):
             stored = read_arrays(path)
             if stored is not None:

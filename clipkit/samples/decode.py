@@ -47,10 +47,10 @@ from clipkit.samples.traits import (
     Decoding,
     Traits,
     align_transparent_color,
-    alpha_of,
-    flattened,
+    blend_onto,
+    get_alpha,
     is_transparent,
-    orientation_of,
+    read_orientation,
     upright_array,
     upright_image,
 )
@@ -163,7 +163,7 @@ def load_image(
         assert not isinstance(content, Bands)
         image = open_image(content)
         traits = _load(image)
-        orientation = orientation_of(image) if rule.upright else 1
+        orientation = read_orientation(image) if rule.upright else 1
         background = rule.background if traits.transparent else None
         if is_deep(image) or rule.channels != 3:
             pixels, clamped = _bands_of(image).to_8_bits(rule.pixel_range, channels=rule.channels)
@@ -173,9 +173,9 @@ def load_image(
             alpha = image
             image = _from_array(pixels)
             if background is not None:
-                image.putalpha(alpha_of(alpha))
+                image.putalpha(get_alpha(alpha))
         if background is not None:
-            image = flattened(image, background)
+            image = blend_onto(image, background)
         return upright_image(image, orientation), traits
 
 
@@ -218,7 +218,7 @@ def _load(image: "Image") -> Traits:
     image.load()
     return Traits(
         transparent=is_transparent(image),
-        rotated=orientation_of(image) != 1,
+        rotated=read_orientation(image) != 1,
         deep_colors=deep_colors,
         frames=several,
         cmyk=cmyk,
@@ -328,7 +328,7 @@ def jpeg_orientation(data: bytes) -> int:
         at = end
     try:
         with pillow_errors(), open_image(data) as image:
-            return orientation_of(image)
+            return read_orientation(image)
     except DataError:
         return 1
 

@@ -112,7 +112,7 @@ class FolderSamples(Samples):
             if not subfolder:
                 raise DataError("outside the class folders")
             return {"class": self.class_names[subfolder]}
-        file = caption_file_of(self.path(i), self._list_texts)
+        file = find_caption_file(self.path(i), self._list_texts)
         texts = read_captions(file) if file is not None else []
         return {"captions": [text.strip() for text in texts if text.strip()]}
 
@@ -263,7 +263,7 @@ def _normalize_name(name: str) -> str:
 # Files with the captions of images beside the images, and tables of captions in a folder of images.
 
 
-def caption_file_of(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
+def find_caption_file(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
     """Return the file that may contain the captions of an image, None if there is none.
 
     Of several files, the first with captions is used, else the first.
@@ -283,7 +283,7 @@ def find_captions(images: Iterable[Path]) -> Path | None:
     """
     texts_in = lru_cache(maxsize=8)(list_texts)
     for image in images:
-        file = caption_file_of(image, texts_in)
+        file = find_caption_file(image, texts_in)
         if file is not None and (file.suffix.lower() != ".json" or read_captions(file)):
             return file
     return None
@@ -315,7 +315,7 @@ def open_caption_tables(
     return tables
 
 
-def metadata_of(folder: Path) -> Path | None:
+def find_metadata_table(folder: Path) -> Path | None:
     """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none."""
     tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
     tables = [table for table in tables if table.is_file()]
@@ -324,13 +324,13 @@ def metadata_of(folder: Path) -> Path | None:
     return tables[0] if tables else None
 
 
-def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
+def find_caption_table(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
     """Return the table in a folder that lists captions of images in it, None if there is none.
 
     A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
     is named.
     """
-    metadata = metadata_of(folder)
+    metadata = find_metadata_table(folder)
     if metadata is not None:
         return metadata
     opened = open_caption_tables(

@@ -29,7 +29,7 @@ from clipkit.samples.base import find_image
 from clipkit.samples.image_types import IMAGE_EXTENSIONS
 from clipkit.samples.remote.cache import cache_folder
 from clipkit.samples.remote.store import ShardFile
-from clipkit.samples.tar import TruncatedError, sample_name, tar_files
+from clipkit.samples.tar import TruncatedError, list_tar_files, sample_name
 
 # --------------------------------------------------------------------------------------------------------------
 # Small files of arrays: a checksum, a line of JSON that describes the content, and the arrays as they are in
@@ -260,7 +260,7 @@ class ShardIndex:
         return {}
 
 
-def index_place(shard: ShardFile) -> Path:
+def index_path(shard: ShardFile) -> Path:
     """Return the path of a shard's stored index; that of a truncated shard has the suffix ``.truncated``.
 
     The path is a hash of the full URL: names in messages omit queries and commands, so different shards share them.
@@ -272,7 +272,7 @@ def index_place(shard: ShardFile) -> Path:
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
     """Return the index of a shard from the cache folder, None if it was never scanned."""
-    paths = [index_place(shard)]
+    paths = [index_path(shard)]
     if truncated == "use":
         paths.append(paths[0].with_suffix(".truncated"))
     for path in paths:
@@ -288,7 +288,7 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     """Store an index in the cache folder if possible; not that of a pipe, whose output may change between runs."""
     if shard.size < 0 and not shard.version:
         return
-    path = index_place(shard)
+    path = index_path(shard)
     if index.truncated:
         path = path.with_suffix(".truncated")
     about = {name: getattr(index, name) for name in ("names", "digest", "content", "truncated")}
@@ -304,22 +304,22 @@ def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = 
         return index
     try:
         path = path or Path(shard.url)
-        members = tar_files(path, called=shard.shown)
-        index = with_content(index_of_members(shard.shown, members, truncated=truncated), path)
+        members = list_tar_files(path, called=shard.shown)
+        index = add_content_digest(index_members(shard.shown, members, truncated=truncated), path)
     except OSError as error:
         raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
     return index
 
 
-def index_of_members(
+def index_members(
     shard: str, members: Iterable[tuple[str, int, int]], *, truncated: str = "error"
 ) -> ShardIndex:
     """Index the members of a tar: name, byte offset of the data, size.
 
     Args:
         shard: its name in messages.
-        members: as ``tar_files`` yields them.
+        members: as ``list_tar_files`` yields them.
         truncated: "error", or "use" to index the intact part of a truncated tar. Its last sample is dropped if it
             lacks a member that the sample before it has.
 
@@ -395,7 +395,7 @@ def index_of_members(
     return ShardIndex(**arrays, names=counts_by_name, digest=digest.hexdigest()[:16], truncated=fault)
 
 
-def with_content(index: ShardIndex, path: Path) -> ShardIndex:
+def add_content_digest(index: ShardIndex, path: Path) -> ShardIndex:
     """Return an index with the digest of the shard's content.
 
     The digested bytes are on pages that a scan of the headers has just read. Modification times of members are not

@@ -35,7 +35,7 @@ from clipkit.samples.folders import (
     images_below,
     is_hidden,
 )
-from clipkit.samples.image_folder import FolderSamples, find_captions, metadata_of
+from clipkit.samples.image_folder import FolderSamples, find_captions, find_metadata_table
 from clipkit.samples.remote import (
     HUB_FORM,
     ShardCache,
@@ -407,7 +407,7 @@ def find_split(
         if inside:
             location = join_place(folder, inside)
             files, folders = _list(location, suffixes)
-        inner = folder_of_split([join_place(location, name) for name in folders], split)
+        inner = find_split_folder([join_place(location, name) for name in folders], split)
         by_split = {} if inner is None else _group_by_split(inner, _list(inner, suffixes)[0])
         matches = next(iter(by_split.values()), [])
         if not matches:
@@ -541,7 +541,7 @@ def _names_of(split: str) -> tuple[str, ...]:
 P = TypeVar("P", Path, Path | str)
 
 
-def folder_of_split(
+def find_split_folder(
     folders: Iterable[P], split: str, holds: Callable[[P], object] = lambda _: True
 ) -> P | None:
     """Return the folder that is named like a split and satisfies ``holds``, if there is one."""
@@ -563,7 +563,7 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _find_in_folder(folder: Path, split: str) -> Source:
     folders = _folders_in(folder)
-    images = folder_of_split(folders, split)
+    images = find_split_folder(folders, split)
     if images is None and not any(path.name.lower() in SPLIT_WORDS for path in folders):
         images = folder
     stated = "" if images == folder else split
@@ -584,7 +584,7 @@ def _find_in_folder(folder: Path, split: str) -> Source:
 def has_captions(folder: Path) -> bool:
     """Whether a folder has images with captions in files beside them, or a table of them named metadata."""
     images = (path for path, _ in islice(images_below(folder), _EXAMINED))
-    return metadata_of(folder) is not None or find_captions(images) is not None
+    return find_metadata_table(folder) is not None or find_captions(images) is not None
 
 
 def _find_all_in_folder(folder: Path) -> list[Source]:

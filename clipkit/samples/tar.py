@@ -67,7 +67,7 @@ def sample_name(name: str) -> tuple[str, str] | None:
     return folder + slash + stem if folder else stem, extension.lower()
 
 
-def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
+def list_tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
     """Yield name, data offset and size of every regular file of a tar; supports GNU and PAX long names.
 
     Raises:
@@ -76,7 +76,7 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        yield from tar_files_of(called or str(path), FileContent(file.fileno()), at_hand=True)
+        yield from list_tar_content(called or str(path), FileContent(file.fileno()), at_hand=True)
 
 
 class FileContent:
@@ -93,8 +93,8 @@ class FileContent:
         return os.pread(self._descriptor, part.stop - part.start, part.start)
 
 
-def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator[tuple[str, int, int]]:
-    """List a tar like ``tar_files``; ``shard`` is its name in messages.
+def list_tar_content(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator[tuple[str, int, int]]:
+    """List a tar like ``list_tar_files``; ``shard`` is its name in messages.
 
     Each header's size gives the position of the next one. Headers are read a few thousand at a time and then
     checked together before they are used; checking them one by one would take most of the time. If the content is

@@ -85,7 +85,7 @@ class Decoding:
         """Describe the settings; "" for the defaults."""
         words = []
         if self.background is not None:
-            words.append(f"transparent images get the background {hex_of(self.background)}")
+            words.append(f"transparent images get the background {format_color(self.background)}")
         if self.upright:
             words.append("the EXIF orientation of images is applied")
         if self.pixel_range == "dtype":
@@ -122,7 +122,7 @@ class TraitCounts:
             setattr(self, name, getattr(self, name) + count)
 
     @property
-    def by_trait(self) -> dict[str, int]:
+    def counts_by_trait(self) -> dict[str, int]:
         """The number of images with each trait, by its name."""
         return {name: getattr(self, name) for name in Traits._fields}
 
@@ -194,7 +194,7 @@ def is_rgb(values: object) -> TypeGuard[Color]:
     )
 
 
-def hex_of(color: Color | None) -> str:
+def format_color(color: Color | None) -> str:
     """Format a color as "#rrggbb", or "none"."""
     if color is None:
         return "none"
@@ -206,7 +206,7 @@ def is_transparent(image: "Image") -> bool:
     if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
         return False
     try:
-        low, _ = alpha_of(image).getextrema()
+        low, _ = get_alpha(image).getextrema()
     # a transparent color that does not match the mode, which Pillow ignores too
     except (TypeError, ValueError):
         return False
@@ -214,7 +214,7 @@ def is_transparent(image: "Image") -> bool:
     return low < 255
 
 
-def alpha_of(image: "Image") -> "Image":
+def get_alpha(image: "Image") -> "Image":
     """Return the opacity of an image, mode L."""
     import numpy as np
     from PIL import Image
@@ -246,7 +246,7 @@ def align_transparent_color(image: "Image") -> None:
         image.info["transparency"] = tuple(channel >> 8 for channel in color)
 
 
-def flattened(image: "Image", background: Color) -> "Image":
+def blend_onto(image: "Image", background: Color) -> "Image":
     """Composite an image of 8 bits per channel onto a background color; the result has mode RGB."""
     from PIL import Image
 
@@ -255,7 +255,7 @@ def flattened(image: "Image", background: Color) -> "Image":
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
 
 
-def orientation_of(image: "Image") -> int:
+def read_orientation(image: "Image") -> int:
     """Return the EXIF orientation, 1 to 8; 1 if upright or the tag is damaged."""
     if image.format == "TIFF":  # Pillow applies it on loading
         return 1

@@ -143,7 +143,7 @@ def font_folder() -> Path:
 
 
 @cache
-def glyphs_of(face: Face) -> tuple[Glyph, ...]:
+def list_glyphs(face: Face) -> tuple[Glyph, ...]:
     """Return the glyphs of a face that the dataset may contain, in the order of their codes."""
     from fontTools import agl  # type: ignore[import-untyped]
     from fontTools.ttLib import TTFont  # type: ignore[import-untyped]

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from clipkit.errors import DataError
 from clipkit.files import CountProgress, end_with_parent
-from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_of
+from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, list_glyphs
 from data.shards.writer import DatasetWriter, Record
 
 # --------------------------------------------------------------------------------------------------------------
@@ -295,7 +295,7 @@ def _pools() -> dict[str, _Pool]:
     for face in FACES:
         if face.family in HELD_OUT:
             continue
-        for glyph in glyphs_of(face):
+        for glyph in list_glyphs(face):
             kind = character_name(glyph.character).split()[0]
             if glyph.character in string.digits:
                 kind = "digit"
@@ -315,7 +315,7 @@ def _held_out() -> tuple[Glyph, ...]:
         glyph
         for face in FACES
         if face.family in HELD_OUT
-        for glyph in glyphs_of(face)
+        for glyph in list_glyphs(face)
         if glyph.character in CLASS_CHARACTERS and glyph.draw == glyph.character
     )
 

@@ -345,7 +345,7 @@ def _image_notes(findings: Findings) -> Iterator[Note]:
 # The HTML page and the terminal
 
 
-def page_of(findings: Findings) -> str:
+def render_page(findings: Findings) -> str:
     """Render the findings as one self-contained HTML page."""
     environment = templates(Path(__file__).with_name("templates"))
     environment.filters |= {"plain": printable, "base64": lambda data: base64.b64encode(data).decode()}
@@ -397,6 +397,6 @@ def run_inspect(options: InspectOptions) -> int:
     if options.json is not None:
         write_page(options.json, json.dumps(findings.to_dict(), ensure_ascii=False, indent=1) + "\n")
     if options.html is not None:
-        write_page(options.html, page_of(findings))
+        write_page(options.html, render_page(findings))
         print(f"\nwrote {printable(str(options.html))}")
     return 0

@@ -21,10 +21,10 @@ from clipkit.samples import (
     Shard,
     ShardIndex,
     TruncatedError,
-    index_of_members,
+    index_members,
     is_json,
+    list_tar_content,
     stored_index,
-    tar_files_of,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, read_range
 from data.inspect.findings import Broken, Member, Names, ShardsFound
@@ -121,8 +121,8 @@ class ShardSurvey(OpenShards[Shard]):
         truncated = self.selection.truncated
         is_large = file.is_remote and self.cache is None and file.size > _BEGINNING
         if is_large and scan.beginning is None and stored_index(file, truncated=truncated) is None:
-            members = tar_files_of(file.shown, read_range(file, 0, _BEGINNING))
-            scan.beginning = index_of_members(file.shown, members, truncated="use")
+            members = list_tar_content(file.shown, read_range(file, 0, _BEGINNING))
+            scan.beginning = index_members(file.shown, members, truncated="use")
         return Shard(file, self.cache, truncated=truncated, index=scan.beginning)
 
     def _new_shard(self, index: int) -> Shard:

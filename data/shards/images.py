@@ -21,9 +21,9 @@ from clipkit.samples import (
     Color,
     Decoding,
     PixelRangeError,
+    blend_onto,
     decode_jpeg,
     describe_unreadable,
-    flattened,
     has_deep_colors,
     image_format,
     is_beyond_png,
@@ -31,7 +31,7 @@ from clipkit.samples import (
     is_transparent,
     jpeg_orientation,
     jpeg_size,
-    orientation_of,
+    read_orientation,
     read_values,
     readable_formats,
     refuse_deep_alpha,
@@ -229,7 +229,7 @@ def _store_opened(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     refuse_deep_alpha(image)
     deep = is_deep(image)
     extension = _AS_IS.get(image.format or "")
-    orientation = orientation_of(image)
+    orientation = read_orientation(image)
     rotate = orientation != 1 and not how.keep_orientation
     original = (image.height, image.width) if rotate and orientation >= 5 else image.size
     target = how.resize.target(*original) if how.resize else None
@@ -296,7 +296,7 @@ def _transform_image(
             result = result.convert("RGBA" if result.has_transparency_data else "RGB")
     if transparent and how.background is not None:
         profile = None if result.mode == "LA" else profile  # a profile for gray does not fit colors
-        result = flattened(result, how.background)
+        result = blend_onto(result, how.background)
     if target is not None and how.resize is not None:
         result = result.resize(target, Image.Resampling.BICUBIC, reducing_gap=2.0)
         box = how.resize.box(*target)

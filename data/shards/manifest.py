@@ -153,7 +153,7 @@ def reject_unknown_captions(
 
     def has_caption(members: Sequence[str], fields: Fields) -> bool:
         # an empty caption file is a bad sample, but not a wrong name
-        return any(name.lower() in members for name in rule.fields) or any(rule.by_field(fields))
+        return any(name.lower() in members for name in rule.fields) or any(rule.captions_by_field(fields))
 
     examined = _examine(opened, rule, cache, has_caption)
     if examined is not None:

@@ -250,7 +250,7 @@ def _read_annotations(
         try:
             members = shard.read_present(row, {*wanted, *rule.members(shard.index.members(row))})
             fields = rule.parse(members)
-            texts = [text for texts in rule.by_field(fields) for text in texts]
+            texts = [text for texts in rule.captions_by_field(fields) for text in texts]
             listed = fields.get("captions")
             if where.captions != (TEXT,) or not isinstance(listed, list) or listed[:1] != texts[:1]:
                 listed = [line for text in texts for line in text.split("\n")]

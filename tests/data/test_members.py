@@ -51,7 +51,7 @@ def test_images_and_captions_are_read_by_name(layout: str, tmp_path: Path) -> No
     for number in (0, 23):
         sample, members = shards.read(number), sample_of(layout, number)
         assert sample.image == members[image or "jpg"]
-        texts = [text for texts in rule.by_field(sample.fields) for text in texts]
+        texts = [text for texts in rule.captions_by_field(sample.fields) for text in texts]
         expected = [members[name] for name in captions if name in members]
         if layout == "datacompdr":
             expected += [f"synthetic {i} of {number}" for i in range(5)]

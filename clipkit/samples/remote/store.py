@@ -23,9 +23,9 @@ from clipkit.samples.remote.transfer import (
     Transfer,
     TransferError,
     file_facts,
+    get_protocol,
     listing,
     open_transfer,
-    protocol_of,
 )
 
 T = TypeVar("T")
@@ -81,10 +81,10 @@ class ShardFile:
             raise DataError(f"shard {path}: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):  # opening a named pipe would block
             raise DataError(f"shard {path} is not a regular file")
-        return cls.of_status(str(path.absolute()), status)
+        return cls.from_status(str(path.absolute()), status)
 
     @classmethod
-    def of_status(cls, url: str, status: os.stat_result) -> "ShardFile":
+    def from_status(cls, url: str, status: os.stat_result) -> "ShardFile":
         """Describe a local file by its status."""
         # copying and unpacking may set any modification time
         version = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
@@ -109,9 +109,9 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
     Both are empty if there is no folder. On a web server, the folder's page of links is read, which states no
     sizes; only links into the same folder are used.
     """
-    if protocol_of(url) == "pipe":
+    if get_protocol(url) == "pipe":
         raise DataError(f"{shown(url)}: a stream is not a folder that can be listed; name the shards")
-    if protocol_of(url) in ("http", "https"):
+    if get_protocol(url) in ("http", "https"):
         links = _links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/")
         entries = [(link, -1, "") for link in links]
     else:
@@ -164,7 +164,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
             return None
         if not is_remote(url):
             return ShardFile.at(Path(url)) if Path(url).exists() else None
-        if protocol_of(url) == "pipe":
+        if get_protocol(url) == "pipe":
             return ShardFile(url=url, size=-1, version="")
         try:
             facts = _request_retrying(url, lambda: file_facts(url), none_for=(404, 410))
@@ -183,7 +183,7 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
     missing = [url for url, shard in zip(urls, files, strict=True) if shard is None]
     if missing:
         form = ""
-        if protocol_of(missing[0]) == "hf":
+        if get_protocol(missing[0]) == "hf":
             form = f"; the form is {HUB_FORM}"
         if len(urls) == 1:
             raise DataError(f"{shown(missing[0])}: there is no such file{form}")
@@ -283,7 +283,7 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
         The CRC-32 of the bytes.
     """
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
-    is_stream = protocol_of(shard.url) == "pipe"
+    is_stream = get_protocol(shard.url) == "pipe"
     size = furthest = crc = 0
     version = ""
     digest = None

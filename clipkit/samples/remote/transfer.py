@@ -467,7 +467,7 @@ class Transfer:
     ranged: bool = False
 
 
-def protocol_of(url: str) -> str:
+def get_protocol(url: str) -> str:
     """Return the protocol of a URL in lower case."""
     return url.partition(":")[0].lower()
 
@@ -480,7 +480,7 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
         TransferError: the request failed.
         DataError: a library is missing, or the protocol is unknown.
     """
-    protocol = protocol_of(url)
+    protocol = get_protocol(url)
     if protocol == "pipe":
         with _command_output(url) as chunks:
             yield Transfer(chunks=chunks)
@@ -510,7 +510,7 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
 
 def file_facts(url: str) -> tuple[int, str]:
     """Return size and version of a file with one short request; raises as ``open_transfer``."""
-    protocol = protocol_of(url)
+    protocol = get_protocol(url)
     client = _client_of(protocol)
     if protocol in ("http", "https", "hf"):
         with _http_transfer(client, url, "bytes=0-0") as transfer:  # signed URLs are not valid for HEAD
@@ -523,7 +523,7 @@ def file_facts(url: str) -> tuple[int, str]:
 
 def listing(url: str) -> list[tuple[str, int, str]]:
     """List a folder: full URLs, which end with "/" for folders, sizes and versions; raises as ``open_transfer``."""
-    protocol = protocol_of(url)
+    protocol = get_protocol(url)
     client = _client_of(protocol)
     if protocol == "hf":
         _hub_path(client, url)
@@ -565,7 +565,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
     headers = {"Accept-Encoding": "identity"}
     if byte_range:
         headers["Range"] = byte_range
-    if protocol_of(url) == "hf":
+    if get_protocol(url) == "hf":
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 

@@ -374,7 +374,7 @@ def test_stored_index_is_used_until_the_shard_changes(
     path.write_bytes(tar_of(PAIRS))
     first = index_shard(path)
     with monkeypatch.context() as patch:
-        patch.setattr(index, "tar_files", lambda path: pytest.fail("scanned again"))
+        patch.setattr(index, "list_tar_files", lambda path: pytest.fail("scanned again"))
         assert keys_of(index_shard(path)) == keys_of(first)
     changed = tar_of([("9.jpg", b"new"), ("9.txt", b"text")])
     path.write_bytes(changed)

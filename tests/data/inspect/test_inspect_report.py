@@ -13,7 +13,7 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from data.__main__ import main
 from data.filters import Filter
-from data.inspect.report import notes, page_of
+from data.inspect.report import notes, render_page
 from data.inspect.survey import FieldSurvey
 from tests.data.inspected_tars import image_file, look, pairs, row, told, write_tar
 
@@ -178,7 +178,7 @@ def test_bad_samples_are_shown_and_duplicates_named(tmp_path: Path) -> None:
     assert shown["000002"].picture == b"" and shown["000003"].picture[8:12] == b"WEBP"
     assert shown["000002"].caption == "an image of thing 2"
     assert row(found, "images", "identical files") == "2 images: | 0.tar: 000004 = 0.tar: 000005"
-    assert page_of(found).count("<img ") == len(found.sheet) + 4
+    assert render_page(found).count("<img ") == len(found.sheet) + 4
 
 
 def test_only_a_few_duplicates_are_shown(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from clipkit.samples.remote.store import (
     read_range,
     read_text,
 )
-from clipkit.samples.tar import tar_files, tar_files_of
+from clipkit.samples.tar import list_tar_content, list_tar_files
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx, error_of, whole
 
@@ -244,7 +244,7 @@ def test_header_scan_uses_few_requests(
     data = tar_of(tmp_path / "0.tar", sizes)
     [shard] = describe([nginx.put("0.tar", data)])
     content = RangedBytes(shard)
-    assert list(tar_files_of("x", content)) == list(tar_files(tmp_path / "0.tar"))
+    assert list(list_tar_content("x", content)) == list(list_tar_files(tmp_path / "0.tar"))
     assert content.requests <= requests
     assert content.bytes_read <= share * len(data)
 
