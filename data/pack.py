@@ -334,11 +334,13 @@ def _find_parts(paths: Sequence[Path], options: PackOptions, split: str | None) 
         return [_Part(tables=_open_tables(paths, options), folder=None, split=split or "")]
     parts: list[_Part] = []
     splits = find_splits(folder) if split is None else {}
-    for name, found in splits.items():
-        inner = [found.folder] if found.folder is not None else [Path(file.url) for file in found.files]
-        # of a train split alone, some may be held out
-        stated = "" if [*splits] == ["train"] else name
-        parts += _find_parts(inner, options, stated)
+    if [*splits] == ["train"]:  # of which some may be held out
+        splits = {"": splits["train"]}
+    for name, source in splits.items():
+        inner = [Path(file.url) for file in source.files]
+        if source.folder is not None:
+            inner = [source.folder]
+        parts += _find_parts(inner, options, name)
     if parts:
         return parts
     table = find_caption_table(

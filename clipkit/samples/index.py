@@ -263,10 +263,9 @@ class ShardIndex:
 def index_path(shard: ShardFile) -> Path:
     """Return the path of a shard's stored index; that of a truncated shard has the suffix ``.truncated``.
 
-    The path is a hash of the full URL: names in messages omit queries and commands, so different shards share them.
+    The path is a hash of the identity: names in messages omit queries and commands, so different shards share them.
     """
-    identity = f"{INDEX_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
-    digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
+    digest = hashlib.sha256(os.fsencode(f"{INDEX_VERSION}\n{shard.identity}")).hexdigest()[:32]
     return cache_folder() / "index" / digest[:2] / f"{digest}.index"
 
 

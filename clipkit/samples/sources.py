@@ -566,7 +566,7 @@ def _find_in_folder(folder: Path, split: str) -> Source:
     images = find_split_folder(folders, split)
     if images is None and not any(path.name.lower() in SPLIT_WORDS for path in folders):
         images = folder
-    stated = "" if images == folder else split
+    image_split = "" if images == folder else split
     try:
         name, files = find_split(folder, split)
     except MissingSplit as error:
@@ -574,10 +574,10 @@ def _find_in_folder(folder: Path, split: str) -> Source:
             raise
         if images == folder and not isinstance(error, NoFiles) and not has_captions(images):
             raise  # the images are those that the tables of other splits list
-        return Source(format="images", folder=images, split=stated)
+        return Source(format="images", folder=images, split=image_split)
     source = replace(_group_by_format(files)[0], split=name)
     if source.format == "table" and images is not None and has_captions(images):
-        return Source(format="images", folder=images, split=stated)
+        return Source(format="images", folder=images, split=image_split)
     return source
 
 

@@ -247,8 +247,7 @@ class ShardCache:
         return stem.with_suffix(".tar")
 
     def _stem(self, shard: ShardFile) -> Path:
-        identity = f"{shard.url}\n{shard.size}\n{shard.version}"
-        digest = hashlib.sha256(os.fsencode(identity)).hexdigest()
+        digest = hashlib.sha256(os.fsencode(shard.identity)).hexdigest()
         return self.folder / digest[:2] / digest
 
     def _find(self, shard: ShardFile) -> Path | None:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 import zlib
@@ -37,6 +38,12 @@ _LARGEST_BLOCK = 8 << 20
 _FAR = 1 << 20  # bytes between headers beyond which reading the data takes longer than another request
 
 
+# parameters of signed URLs of S3 and Google, which state who may read a file until when
+_SIGNATURE = re.compile(
+    "x-(amz|goog)-(algorithm|credential|date|expires|signedheaders|signature|security-token)=", re.IGNORECASE
+)
+
+
 def is_remote(source: str) -> bool:
     """Return whether a source is a URL or ``pipe:COMMAND`` rather than a path."""
     return "://" in source or source.startswith("pipe:")
@@ -66,6 +73,19 @@ class ShardFile:
     def shown(self) -> str:
         """The URL for messages, without secrets."""
         return shown(self.url)
+
+    @property
+    def identity(self) -> str:
+        """A text that differs between files, and between versions of a file.
+
+        URLs that differ only in their signature name the same file if its version is known.
+        """
+        url = self.url
+        if self.version and "?" in url and is_remote(url):
+            address, _, query = url.partition("?")
+            parameters = [part for part in query.split("&") if not _SIGNATURE.match(part)]
+            url = "?".join([address, *filter(None, ["&".join(parameters)])])
+        return f"{url}\n{self.size}\n{self.version}"
 
     @property
     def is_remote(self) -> bool:

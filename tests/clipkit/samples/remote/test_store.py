@@ -287,3 +287,29 @@ def test_forked_processes_and_threads_can_read(nginx: Nginx, s3: S3) -> None:
     for child in children:
         child.join(20)
         assert child.exitcode == 0
+
+
+SIGNED = "https://b.s3.amazonaws.com/0.tar?versionId=1&X-Amz-Date={0}&X-Amz-Expires=60&X-Amz-Signature=a{0}"
+
+
+@pytest.mark.parametrize("url", [SIGNED, "https://storage.googleapis.com/b/0.tar?X-Goog-Signature={0}"])
+def test_signatures_of_urls_do_not_name_another_file(url: str) -> None:
+    def identify(url: str, version: str = "etag", size: int = 9) -> str:
+        return ShardFile(url=url, size=size, version=version).identity
+
+    first = identify(url.format(1))
+    assert first == identify(url.format(2))
+    others = {
+        identify(url.format(1).replace("0.tar", "1.tar")),
+        identify(url.format(1).replace("?", "?part=1&")),
+        identify(url.format(1), version="other"),
+        identify(url.format(1), size=8),
+        identify(url.format(1), version=""),
+        identify(url.format(2), version=""),
+    }
+    if "versionId" in url:
+        others.add(identify(url.format(1).replace("versionId=1", "versionId=2")))
+    assert len(others) == 6 + ("versionId" in url) and first not in others
+    assert identify("pipe:cat 0.tar?X-Amz-Date=1", version="", size=-1).startswith(
+        "pipe:cat 0.tar?X-Amz-Date=1\n"
+    )
