@@ -68,13 +68,13 @@ def field_hint(name: str, field_names: Iterable[str]) -> str:
         return "the samples have no json fields"
     same = [field for field in sorted(names) if field.lower() == name.lower()]
     hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
-    fields = f"available fields: {listed(names)}"
+    fields = f"available fields: {join_names(names)}"
     if hint.startswith("did you mean"):
         return f"{hint} {fields}"
     return fields
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Join field names in one line; only the first ones if there are many."""
     listed_names = sorted({printable(name, _MAX_NAME) for name in names})
     more = ""

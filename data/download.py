@@ -68,7 +68,7 @@ from clipkit.samples import (
     list_files,
     merge_rows,
 )
-from clipkit.samples.remote import describe, download_all, is_remote, list_folder
+from clipkit.samples.remote import describe_files, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
 from data.options import DownloadCommand, DownloadOptions, FetchOptions
 from data.pack import FieldNames, make_meta
@@ -312,7 +312,7 @@ def _list_tables(tables: Sequence[str | Path], copies: Path) -> list[Path]:
             name = table.partition("?")[0].lower()
             is_file = name.endswith((*SUFFIXES, *NAMED_SUFFIXES))
             in_any_case = (*SUFFIXES, *map(str.upper, SUFFIXES))
-            files = describe([table]) if is_file else list_folder(table, in_any_case)
+            files = describe_files([table]) if is_file else list_folder(table, in_any_case)
             inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
             inside = [Path(file.url) for file in list_files(path, SUFFIXES)]
@@ -456,7 +456,7 @@ def _samples_of(
     rows = _check_rows(_merge_groups(tables, groups), out, options.samples_per_shard)
     for at, row in enumerate(rows):
         shard = at // options.samples_per_shard
-        fields = names.of(row.others)
+        fields = names.assign(row.others)
         in_this_part = shard % parts == first_part - 1
         if in_this_part and shard != current:
             current = shard
@@ -494,7 +494,7 @@ def _samples_of(
         key = attempts[i]["key"]
         last = last_attempts.get(key, attempts[i])
         if last["status"].startswith("failed"):
-            sample = _make_sample(row, names.of(row.others), keep_captions)
+            sample = _make_sample(row, names.assign(row.others), keep_captions)
             sample.retry_of = key
             sample.earlier_cause = last["error_message"]
             if retried % options.samples_per_shard == 0:

@@ -68,7 +68,7 @@ from clipkit.samples import (
     read_split,
 )
 from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
-from data.captions import DRAW_CAPTIONS, field_name, listed
+from data.captions import DRAW_CAPTIONS, field_name, join_names
 from data.options import PackCommand, PackOptions
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
@@ -249,7 +249,7 @@ def pack(
             for part in parts:
                 samples = _open_part(part, options, progress=progress)
                 opened.append(samples)
-                names.of(samples.others)
+                names.assign(samples.others)
                 with CountProgress("packing", total=len(samples), shown=progress) as bar:
                     for i, outcome in _pack_in_order(samples, part.split, names, how, options.test):
                         rows = samples.rows(i)
@@ -396,7 +396,7 @@ def _pack_in_order(
                 future = pool.submit(str, error)
             else:
                 future = pool.submit(
-                    _pack_sample, samples, i, texts, fields, names.of(fields), how, split, test
+                    _pack_sample, samples, i, texts, fields, names.assign(fields), how, split, test
                 )
             waiting.append((i, future))
             if len(waiting) > 2 * workers:
@@ -485,9 +485,9 @@ class FieldNames:
         self._names: dict[str, str] = {}
         self._own = {*_OWN_FIELDS, *taken}
         self._taken = set(self._own)
-        self.of(columns)
+        self.assign(columns)
 
-    def of(self, columns: Iterable[str]) -> dict[str, str]:
+    def assign(self, columns: Iterable[str]) -> dict[str, str]:
         """Return the field names of columns; must be called in the order of the table."""
         columns = list(columns)
         new = [column for column in columns if column not in self._names]
@@ -526,7 +526,7 @@ def make_meta(
 _REVISION = 9  # of packed folders in the cache; increased when the same input is packed differently
 
 
-def packed(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Path:
+def pack_into_cache(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Path:
     """Return a dataset folder in the cache with the images and captions of a source, packed on first use.
 
     All rows belong to ``split``, unless it is "".
@@ -583,7 +583,7 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Pa
 
 
 def has_split_column(folder: Path) -> bool:
-    """Whether the rows of a folder from ``packed`` state their splits."""
+    """Whether the rows of a folder from ``pack_into_cache`` state their splits."""
     card = json.loads((folder / "card.json").read_text("utf-8"))
     return any(plain_name(column) == "split" for column in card["fields"])
 
@@ -626,7 +626,7 @@ def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str
         )
     if report.fields:
         names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
-        yield f"stored as fields for data.filters and data.captions: {listed(names)}"
+        yield f"stored as fields for data.filters and data.captions: {join_names(names)}"
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"

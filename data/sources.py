@@ -32,15 +32,18 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
             f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
             "and captions into a table; `python -m data pack` packs images in one folder per class"
         )
-    from data.pack import has_split_column, packed  # imports libraries that training on shards does not need
+    from data.pack import (  # imports libraries that training on shards does not need
+        has_split_column,
+        pack_into_cache,
+    )
 
     packed_split = "" if files.split == "train" else files.split
     if files.folder is not None:
-        folder = packed([files.folder], packed_split)
+        folder = pack_into_cache([files.folder], packed_split)
     elif files.files[0].is_remote:
-        folder = packed(list(files.files), packed_split)
+        folder = pack_into_cache(list(files.files), packed_split)
     else:
-        folder = packed([Path(file.url) for file in files.files], packed_split)
+        folder = pack_into_cache([Path(file.url) for file in files.files], packed_split)
     # rows that state no split belong to every split; they are packed as train
     if not files.split and not has_split_column(folder):
         split = "train"

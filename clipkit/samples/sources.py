@@ -41,7 +41,7 @@ from clipkit.samples.remote import (
     ShardCache,
     ShardFile,
     Unreachable,
-    describe,
+    describe_files,
     is_remote,
     list_entries,
     read_text,
@@ -340,7 +340,7 @@ def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
             "{00000..00010}.tar"
         )
     if is_pipe or "{" in source or path.lower().endswith(_SUFFIXES):
-        yield describe(list(expand_braces(source)))
+        yield describe_files(list(expand_braces(source)))
     else:
         yield (path if source.startswith("http") else source).rstrip("/")
 
@@ -478,7 +478,7 @@ def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]
         for location in (*(f"{folder}/{name}" for name in _names_of(split)), folder):
             count = _stated_count(location)
             if count:
-                files = describe([f"{location}/{i}.tar" for i in range(count)])
+                files = describe_files([f"{location}/{i}.tar" for i in range(count)])
                 return "" if location == folder else split, files
     return "", []
 
@@ -487,7 +487,7 @@ def _describe_parts(files: list[ShardFile]) -> list[ShardFile]:
     """Return files with their sizes, which a web server's listing does not state; check that no part is missing."""
     check_parts(file.shown for file in files)
     if files[0].size < 0:
-        return describe([file.url for file in files])
+        return describe_files([file.url for file in files])
     return files
 
 

@@ -48,7 +48,7 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, cache_folder, read_range, read_text, shard_cache
-from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed
+from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, join_names, leaf_fields
 from data.options import IndexOptions
 from data.selection import OUTSIDE, SelectedShard, Selection
 
@@ -158,9 +158,9 @@ def reject_unknown_captions(
     examined = _examine(opened, rule, cache, has_caption)
     if examined is not None:
         raise DataError(
-            f"none of {examined.samples:,} samples examined has a caption in {listed(rule.fields)} "
+            f"none of {examined.samples:,} samples examined has a caption in {join_names(rule.fields)} "
             f"(data.captions or --captions); members: {list_members(examined.members)}; json fields with text: "
-            f"{listed(examined.texts) or 'none'}{_write_settings(examined.settings)}"
+            f"{join_names(examined.texts) or 'none'}{_write_settings(examined.settings)}"
         )
 
 

@@ -27,7 +27,7 @@ from data.__main__ import main
 from data.captions import CaptionRule
 from data.filters import Filter
 from data.options import PackOptions
-from data.pack import _draw_split, pack, packed
+from data.pack import _draw_split, pack, pack_into_cache
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
@@ -847,12 +847,12 @@ def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "photos" / name).parent.mkdir(parents=True)
         (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
     (tmp_path / "photos/cat/1.png").chmod(0o644)
-    first = packed([tmp_path / "photos"])
-    assert packed([tmp_path / "photos"]) == first
+    first = pack_into_cache([tmp_path / "photos"])
+    assert pack_into_cache([tmp_path / "photos"]) == first
     (tmp_path / "photos/cat/1.png").chmod(0o600)  # unreadable files become readable in this way
-    second = packed([tmp_path / "photos"])
+    second = pack_into_cache([tmp_path / "photos"])
     (tmp_path / "photos/dog/2.txt").write_text("a dog")
-    assert len({first, second, packed([tmp_path / "photos"])}) == 3
+    assert len({first, second, pack_into_cache([tmp_path / "photos"])}) == 3
 
 
 HOLD = """

@@ -119,7 +119,7 @@ def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFi
     """Return the files with these suffixes directly in a folder, see ``list_entries``, with their sizes."""
     files = [file for file in list_entries(url)[0] if file.name.endswith(suffixes)]
     if files and files[0].size < 0:
-        return describe([file.url for file in files])
+        return describe_files([file.url for file in files])
     return files
 
 
@@ -175,7 +175,7 @@ def _links(folder: str) -> list[str]:
     return list(targets)
 
 
-def describe(urls: Sequence[str]) -> list[ShardFile]:
+def describe_files(urls: Sequence[str]) -> list[ShardFile]:
     """Return size and version of local and remote files; both are unknown for a stream (``pipe:``)."""
     failed = threading.Event()  # only the first of many shards is retried
 

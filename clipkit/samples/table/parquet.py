@@ -179,7 +179,7 @@ class ParquetSamples(Samples):
             with _open_parquet(file, self.local_path(index)) as opened:
                 yield from opened.iter_batches(batch_size=rows, columns=list(names))
 
-    def check_single(self, column: str) -> None:
+    def check_one_image_per_row(self, column: str) -> None:
         """Raise DataError if the column has lists with several images in one row."""
         for index, file in enumerate(self.files):
             with _open_parquet(file, self.local_path(index)) as opened:

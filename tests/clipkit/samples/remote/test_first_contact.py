@@ -15,7 +15,7 @@ import pytest
 
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
-from clipkit.samples.remote.store import ShardFile, describe, download, read_range
+from clipkit.samples.remote.store import ShardFile, describe_files, download, read_range
 from clipkit.samples.remote.transfer import Patience
 from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
@@ -44,12 +44,12 @@ def closed_port() -> int:
 
 def test_error_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     url = f"http://u:p-word@127.0.0.1:{closed_port}/0.tar?sig=s1gn4ture"
-    message = error_of(lambda: describe([url]))
+    message = error_of(lambda: describe_files([url]))
     assert message.startswith(
         f"http://127.0.0.1:{closed_port}/0.tar: the connection failed (Connection refused): no server"
     )
     assert "; gave up after 3 tries in 0 s" in message
-    message = error_of(lambda: describe(["http://no-such-host.invalid/0.tar"]))
+    message = error_of(lambda: describe_files(["http://no-such-host.invalid/0.tar"]))
     assert message.startswith("http://no-such-host.invalid/0.tar: the host is unknown (")
     assert "a wrong name, or no network; gave up after 3 tries" in message
     assert not caplog.records
@@ -62,7 +62,7 @@ def test_wrong_s3_endpoint_raises_error(s3: S3, closed_port: int, monkeypatch: p
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         monkeypatch.setattr(transfer, "_clients", {})
-        message = error_of(lambda: describe(["s3://pairs/0.tar"]))
+        message = error_of(lambda: describe_files(["s3://pairs/0.tar"]))
         assert said in message and "gave up after 3 tries" in message
 
 
@@ -117,7 +117,7 @@ def test_starting_server_is_waited_for(nginx: Nginx, monkeypatch: pytest.MonkeyP
     nginx.kill()
     monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, contact_waits=(0.6, 1.0)))
     threading.Timer(0.3, nginx.start).start()
-    assert describe([nginx.url("0.tar")])[0].size == 1000
+    assert describe_files([nginx.url("0.tar")])[0].size == 1000
     waits = Patience().contact_waits
     assert (
         0.8 * sum(waits) > 3 and sum(waits) <= Patience().contact_seconds
@@ -126,17 +126,19 @@ def test_starting_server_is_waited_for(nginx: Nginx, monkeypatch: pytest.MonkeyP
 
 def test_overloaded_server_is_retried_8_times_at_once(nginx: Nginx) -> None:
     nginx.busy(True)
-    assert "8 tries" in error_of(lambda: describe([nginx.url("0.tar")]))
+    assert "8 tries" in error_of(lambda: describe_files([nginx.url("0.tar")]))
     # the 503 was a response: later failures are an outage
     nginx.kill()
-    assert "(Connection refused)" in (message := error_of(lambda: describe([nginx.url("0.tar")])))
+    assert "(Connection refused)" in (message := error_of(lambda: describe_files([nginx.url("0.tar")])))
     assert "8 tries" in message
 
 
 def test_outage_after_first_response_is_waited_out(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(1000)
     url = nginx.put("0.tar", data)
-    assert "no such file" in error_of(lambda: describe([nginx.url("none.tar")]))  # also counts as a response
+    assert "no such file" in error_of(
+        lambda: describe_files([nginx.url("none.tar")])
+    )  # also counts as a response
     nginx.restart_after(0.4)
     download(whole(url), tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == data
@@ -174,7 +176,7 @@ def _says_8_tries(url: str) -> None:
 
 def test_forked_process_inherits_known_stores(nginx: Nginx) -> None:
     url = nginx.put("0.tar", bytes(1000))
-    describe([url])
+    describe_files([url])
     nginx.kill()
     child = multiprocessing.get_context("fork").Process(target=_says_8_tries, args=(url,))
     child.start()
