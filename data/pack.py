@@ -148,22 +148,14 @@ class _Part:
     """Tables, or a folder of images, whose rows are packed together.
 
     Attributes:
+        path: the first table, or the folder.
         tables: with the same columns; none for a folder of images with captions or by class.
-        folder: the folder of images, or the one whose images the table should list; None for tables alone.
         split: of all rows; "" if a column, or the hash of an image, decides.
     """
 
+    path: Path
     tables: Sequence[Table]
-    folder: Path | None
     split: str
-
-    @property
-    def path(self) -> Path:
-        """The first table, or the folder."""
-        if self.tables:
-            return self.tables[0].path
-        assert self.folder is not None
-        return self.folder
 
 
 class _BadRows:
@@ -281,28 +273,23 @@ def pack(
         captions = (min(caption_counts), max(caption_counts))
         marks["several captions"] = sum(count for size, count in caption_counts.items() if size > 1)
         marks["other images"] = sum(samples.other_images for samples in opened)
-        classes = set[str]()
-        caption_sources: dict[str, None] = {}
+        classes: dict[str, str] = {}
         left_out: dict[str, str] = {}
-        for part, samples in zip(parts, opened, strict=True):
-            if isinstance(samples, FolderSamples):
-                classes.update(samples.class_names.values())
-                caption_sources[samples.captions_from] = None
-            else:
-                caption_sources[samples.caption_column] = None
-                left_out |= part.tables[0].left_out
+        for samples in opened:
+            classes |= samples.class_names
+            left_out |= samples.left_out
         report = PackReport(
             splits=splits,
             rows=packed_rows,
             bad=dict(bad.counts.most_common()),
             image_column=", ".join(dict.fromkeys(samples.image_column for samples in opened)),
-            caption_column=", ".join(caption_sources),
+            caption_column=", ".join(dict.fromkeys(samples.captions_from for samples in opened)),
             bad_rows=writer.out / listing.name if bad.counts else None,
             marks=marks,
             captions=captions,
             fields=stored_fields,
             left_out=left_out,
-            classes=sorted(classes),
+            classes=sorted(set(classes.values())),
             parts={part.split: os.path.relpath(part.path, paths[0]) for part in parts},
         )
         tables = [table.path for part in parts for table in part.tables]
@@ -331,7 +318,7 @@ def pack(
 def _find_parts(paths: Sequence[Path], options: PackOptions, split: str | None) -> list[_Part]:
     folder = paths[0]
     if not folder.is_dir():
-        return [_Part(tables=_open_tables(paths, options), folder=None, split=split or "")]
+        return [_Part(path=folder, tables=_open_tables(paths, options), split=split or "")]
     parts: list[_Part] = []
     splits = find_splits(folder) if split is None else {}
     if [*splits] == ["train"]:  # of which some may be held out
@@ -348,8 +335,9 @@ def _find_parts(paths: Sequence[Path], options: PackOptions, split: str | None) 
     )
     if table is None and options.group_by is not None:
         raise ConfigError(f"--group-by {options.group_by}: {folder} is a folder of images, not a table")
-    tables = [] if table is None else _open_tables([table], options)
-    return [_Part(tables=tables, folder=folder, split=split or "")]
+    if table is None:
+        return [_Part(path=folder, tables=[], split=split or "")]
+    return _find_parts([table], options, split)
 
 
 def _open_tables(paths: Sequence[Path], options: PackOptions) -> list[Table]:

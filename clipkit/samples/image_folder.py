@@ -51,6 +51,7 @@ class FolderSamples(Samples):
     # as of ``TableSamples``
     image_column = "files"
     others: Sequence[str] = ()
+    left_out: Mapping[str, str] = {}
     damage = ""
     other_images = 0
 
