@@ -234,7 +234,7 @@ def main(arguments: Arguments) -> int:
                     time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
                     faults=bool(batch.fault),
                     cut_captions=batch.cut_captions,
-                    **batch.traits.by_trait,
+                    **batch.traits.counts_by_trait,
                 )
                 if changed := unfreezing.lock_for_step(step):
                     del trained

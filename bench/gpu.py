@@ -402,7 +402,7 @@ def one_loss(bench: Bench, work: Callable[[], Tensor], seconds: float) -> dict[s
     return {"seconds": took, "bytes": memory, "value": values[0].item()}
 
 
-def describe(device: torch.device) -> dict[str, Any]:
+def describe_files(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "name": name,
@@ -430,7 +430,7 @@ def main() -> None:
     device, small = torch.device(options.device), options.small
     ends = time.monotonic() + 60 * options.minutes
     bench = Bench(device=device, out=options.out, ends=ends, small=small)
-    bench.found["device"] = describe(device)
+    bench.found["device"] = describe_files(device)
     if "right" in options.parts:
         bench.found["right"] = check(device, small=small)
         bench.save()

@@ -30,7 +30,7 @@ from pathlib import Path
 
 import webdataset
 
-from clipkit.samples import index_of_members, tar_files, with_content
+from clipkit.samples import add_content_digest, index_members, list_tar_files
 from clipkit.samples.remote import ShardFile
 from data.shards.samples import Shards
 
@@ -65,10 +65,10 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
             return sum(member.name.endswith(".jpg") for member in tar)
 
     def by_index() -> int:
-        return len(index_of_members(str(path), tar_files(path)))
+        return len(index_members(str(path), list_tar_files(path)))
 
     def by_content() -> int:
-        return len(with_content(index_of_members(str(path), tar_files(path)), path))
+        return len(add_content_digest(index_members(str(path), list_tar_files(path)), path))
 
     def by_webdataset() -> int:
         return sum(1 for _ in webdataset.WebDataset(str(path), shardshuffle=False))

@@ -391,7 +391,7 @@ def reached(curve: Sequence[dict[str, Any]], targets: dict[str, float]) -> float
 def record(path: Path, facts: dict[str, Any], targets: dict[str, float]) -> dict[str, Any]:
     """Write a record and return it, with the seconds until the targets were reached."""
     commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True
+        ["git", "describe_files", "--always", "--dirty"], capture_output=True, text=True, check=True
     )
     facts |= {
         "commit": commit.stdout.strip(),

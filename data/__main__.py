@@ -22,7 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         raise
     except OSError as error:  # a full disk, a folder without permission
-        what = f"cannot create {parsed.out}" if hasattr(parsed, "out") else "stopped"
+        what = "stopped"
+        if hasattr(parsed, "out"):
+            what = f"cannot create {parsed.out}"
         raise DataError(f"{what}: {error}") from error
 
 

@@ -52,11 +52,6 @@ def leaf_fields(fields: Fields) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def split_names(text: str) -> tuple[str, ...]:
-    """Split names of captions that are separated by commas; ("txt",) without any."""
-    return tuple(name.strip() for name in text.split(",") if name.strip()) or (TEXT,)
-
-
 def json_members(fields: Iterable[str], names: Collection[str]) -> list[str]:
     """Return those of a sample's members that may contain these json fields, see ``parse_fields``."""
     members = []
@@ -73,14 +68,18 @@ def field_hint(name: str, field_names: Iterable[str]) -> str:
         return "the samples have no json fields"
     same = [field for field in sorted(names) if field.lower() == name.lower()]
     hint = f"did you mean {same[0]!r}?" if same else nearest(name, names)
-    fields = f"available fields: {listed(names)}"
-    return f"{hint} {fields}" if hint.startswith("did you mean") else fields
+    fields = f"available fields: {join_names(names)}"
+    if hint.startswith("did you mean"):
+        return f"{hint} {fields}"
+    return fields
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Join field names in one line; only the first ones if there are many."""
     listed_names = sorted({printable(name, _MAX_NAME) for name in names})
-    more = f" and {len(listed_names) - _SHOWN:,} more" if len(listed_names) > _SHOWN else ""
+    more = ""
+    if len(listed_names) > _SHOWN:
+        more = f" and {len(listed_names) - _SHOWN:,} more"
     return ", ".join(listed_names[:_SHOWN]) + more
 
 
@@ -157,9 +156,12 @@ class CaptionRule:
         """
         texts = {}
         for member, data in members.items():
-            if member in self._texts:
-                texts[self._texts[member]] = decode_text(data)
-        return texts if len(texts) == len(members) else {**parse_fields(members), **texts}
+            name = self._texts.get(member)
+            if name is not None:
+                texts[name] = decode_text(data)
+        if len(texts) == len(members):
+            return texts
+        return {**parse_fields(members), **texts}
 
     @cached_property
     def _texts(self) -> dict[str, str]:
@@ -176,7 +178,7 @@ class CaptionRule:
             if isinstance(caption, str) and caption.strip() and is_utf8(caption)
         ]
 
-    def by_field(self, fields: Fields) -> list[list[str]]:
+    def captions_by_field(self, fields: Fields) -> list[list[str]]:
         """Return the non-empty captions of each field."""
         text = fields.get(TEXT)
         if text is None and isinstance(fields.get("caption"), str):
@@ -200,17 +202,19 @@ class CaptionRule:
             index: of the caption, for "all".
             random: random generator, required if ``draws``.
         """
-        by_field = self.by_field(fields)
-        flat = [caption for captions in by_field for caption in captions]
+        captions_by_field = self.captions_by_field(fields)
+        flat = []
+        for captions in captions_by_field:
+            flat += captions
         if self.choice == "random" and flat:
             assert random is not None
             index = int(random.integers(len(flat)))
         elif self.choice == "weighted" and flat:
             assert random is not None
-            weights = np.array(self.weights) * list(map(bool, by_field))
+            weights = np.array(self.weights) * list(map(bool, captions_by_field))
             flat = []
             if weights.any():
-                flat = by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
+                flat = captions_by_field[int(random.choice(len(weights), p=weights / weights.sum()))]
                 index = int(random.integers(len(flat)))
         elif self.choice == "first":
             index = 0
@@ -223,15 +227,21 @@ class CaptionRule:
 
         Arguments and errors are as for ``caption``.
         """
-        flat = [caption for captions in self.by_field(fields) for caption in captions]
+        flat = []
+        for captions in self.captions_by_field(fields):
+            flat += captions
         if self.choice == "random":
             assert random is not None
             flat = [flat[i] for i in random.permutation(len(flat))]
-        return [self._apply_template(flat[i % len(flat)], random) for i in range(self.count)] if flat else []
+        if flat:
+            return [self._apply_template(flat[i % len(flat)], random) for i in range(self.count)]
+        return []
 
     def _apply_template(self, caption: str, random: np.random.Generator | None) -> str:
         if self.templates:
-            drawn = int(random.integers(len(self.templates))) if random and len(self.templates) > 1 else 0
+            drawn = 0
+            if random and len(self.templates) > 1:
+                drawn = int(random.integers(len(self.templates)))
             caption = self.templates[drawn].replace("{}", caption)
         if not is_utf8(caption):
             raise DataError(NOT_UTF8)

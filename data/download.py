@@ -68,10 +68,10 @@ from clipkit.samples import (
     list_files,
     merge_rows,
 )
-from clipkit.samples.remote import describe, download_all, is_remote, list_folder
+from clipkit.samples.remote import describe_files, download_all, is_remote, list_folder
 from data.captions import DRAW_CAPTIONS
 from data.options import DownloadCommand, DownloadOptions, FetchOptions
-from data.pack import FieldNames, fields_of
+from data.pack import FieldNames, make_meta
 from data.shards.images import BadImage, Resize, ResizeMode, StoredImage, Storing, store_image
 from data.web import Fetcher, FetchError
 
@@ -242,8 +242,9 @@ def download(
     if any(out.glob("[!.]*")) and not (out / "download.json").exists():
         raise DataError(f"{out} is not empty: use a new folder")
     paths = _list_tables([tables] if isinstance(tables, str | Path) else tables, out / ".tables")
-    readers = [
-        Table(
+    readers = []
+    for path in paths:
+        reader = Table(
             path,
             image_column=options.url_column,
             caption_column=options.caption_column,
@@ -252,8 +253,7 @@ def download(
             need=("image",),
             others=options.fields,
         )
-        for path in paths
-    ]
+        readers.append(reader)
     try:
         out.mkdir(parents=True, exist_ok=True)
         _check_options(out, paths, options, fetch)
@@ -312,7 +312,7 @@ def _list_tables(tables: Sequence[str | Path], copies: Path) -> list[Path]:
             name = table.partition("?")[0].lower()
             is_file = name.endswith((*SUFFIXES, *NAMED_SUFFIXES))
             in_any_case = (*SUFFIXES, *map(str.upper, SUFFIXES))
-            files = describe([table]) if is_file else list_folder(table, in_any_case)
+            files = describe_files([table]) if is_file else list_folder(table, in_any_case)
             inside = download_all(files, copies)
         elif (path := Path(table)).is_dir():
             inside = [Path(file.url) for file in list_files(path, SUFFIXES)]
@@ -345,11 +345,10 @@ def _check_options(out: Path, paths: Sequence[Path], options: DownloadOptions, f
         write_atomic(file, json.dumps({"table": table, **now}, indent=2) + "\n", durable=True)
         return
     before = json.loads(file.read_bytes())
-    changed = [
-        f"--{name.replace('_', '-')} {json.dumps(before.get(name))} → {json.dumps(value)}"
-        for name, value in now.items()
-        if before.get(name) != value and name not in _MAY_CHANGE
-    ]
+    changed = []
+    for name, value in now.items():
+        if before.get(name) != value and name not in _MAY_CHANGE:
+            changed.append(f"--{name.replace('_', '-')} {json.dumps(before.get(name))} → {json.dumps(value)}")
     if changed:
         raise ConfigError(
             f"{out} was started with other options ({', '.join(changed)}): use the same options, or a new folder"
@@ -457,14 +456,15 @@ def _samples_of(
     rows = _check_rows(_merge_groups(tables, groups), out, options.samples_per_shard)
     for at, row in enumerate(rows):
         shard = at // options.samples_per_shard
-        fields = names.of(row.others)
+        fields = names.assign(row.others)
         in_this_part = shard % parts == first_part - 1
         if in_this_part and shard != current:
             current = shard
             complete = _stats_path(out, _shard_name(shard)).exists()
         if in_this_part and not complete:
             sample = _make_sample(row, fields, keep_captions)
-            if position := groups.position(at):
+            position = groups.position(at)
+            if position:
                 sample.status = "duplicate"
                 sample.cause = "URL of an earlier row"
                 if keep_captions:
@@ -494,7 +494,7 @@ def _samples_of(
         key = attempts[i]["key"]
         last = last_attempts.get(key, attempts[i])
         if last["status"].startswith("failed"):
-            sample = _make_sample(row, names.of(row.others), keep_captions)
+            sample = _make_sample(row, names.assign(row.others), keep_captions)
             sample.retry_of = key
             sample.earlier_cause = last["error_message"]
             if retried % options.samples_per_shard == 0:
@@ -548,7 +548,7 @@ def _make_sample(row: Row, names: Mapping[str, str], keep_captions: bool) -> _Sa
             raise DataError(row.cause)
         if keep_captions:
             sample.captions = list(dict.fromkeys(check_captions(row.caption)))
-        sample.fields = fields_of(row.others, names, sample.captions)
+        sample.fields = make_meta(row.others, names, sample.captions)
     except DataError as error:
         sample.status = "failed_to_download"
         sample.cause = str(error)
@@ -706,9 +706,9 @@ class _Download:
         }
         if self._options.exif:
             with suppress(*PILLOW_ERRORS), Image.open(io.BytesIO(data)) as opened:
-                tags = {
-                    ExifTags.TAGS.get(tag, str(tag)): str(value) for tag, value in opened.getexif().items()
-                }
+                tags = {}
+                for tag, value in opened.getexif().items():
+                    tags[ExifTags.TAGS.get(tag, str(tag))] = str(value)
                 facts["exif"] = json.dumps(tags)
         return image, facts, hashlib.sha256(data).hexdigest()
 
@@ -718,11 +718,10 @@ class _Download:
         while (shard := await shards.get()) is not None:
             await shard.complete.wait()
             if self._options.deduplicate:
-                images = [
-                    (sample, (sample.sha256, self._key(shard.name, i)))
-                    for i, sample in enumerate(shard.samples)
-                    if sample.status == "success"
-                ]
+                images = []
+                for i, sample in enumerate(shard.samples):
+                    if sample.status == "success":
+                        images.append((sample, (sample.sha256, self._key(shard.name, i))))
                 for (sample, _), first in zip(images, self._claim([row for _, row in images]), strict=True):
                     if not first:
                         sample.status = "duplicate"
@@ -778,7 +777,8 @@ class _Download:
             "end_time": ended,
             "status_dict": dict(causes),
         }
-        if retried := Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of):
+        retried = Counter(sample.earlier_cause for sample in shard.samples if sample.retry_of)
+        if retried:
             stats["retried"] = dict(retried)
         write_atomic(_stats_path(self._out, shard.name), json.dumps(stats, indent=2) + "\n", durable=True)
 

@@ -9,9 +9,10 @@ Images: JPEG, PNG and WebP files are stored byte for byte, except those with an 
 preprocessing ignores; they are stored upright (JPEG at quality 95 without chroma subsampling, PNG without loss,
 WebP as it was encoded). Other formats become PNG. Every image is decoded once, to find broken ones before training.
 
-Splits: a column ``split``, or folders named like splits, decide which split an image belongs to. Otherwise the hash
-of its bytes decides between train and test, so that equal images are in one split and the splits are the same on
-all machines. A larger test fraction is a superset of a smaller one.
+Splits: tables or folders named like splits, such as ``test.csv`` and ``train/``, or else a column ``split``, decide
+which split an image belongs to. Otherwise the hash of its bytes decides between train and test, so that equal
+images are in one split and the splits are the same on all machines. A larger test fraction is a superset of a
+smaller one.
 
 Captions: a row may have a list of captions, and rows of the same image become one sample with the captions of all.
 Equal captions of an image are stored once. By default training uses the first; ``data.captions=captions`` with
@@ -43,7 +44,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from PIL import Image
 
@@ -56,18 +57,18 @@ from clipkit.samples import (
     Table,
     TableSamples,
     are_ids,
-    caption_table_of,
     check_captions,
     color_of,
     files_below,
+    find_caption_table,
+    find_splits,
     images_below,
     json_value,
     plain_name,
     read_split,
-    select_split,
 )
 from clipkit.samples.remote import ShardFile, cache_folder, created_once, download_all
-from data.captions import DRAW_CAPTIONS, field_name, listed
+from data.captions import DRAW_CAPTIONS, field_name, join_names
 from data.options import PackCommand, PackOptions
 from data.shards.images import BadImage, Resize, Storing, store_image
 from data.shards.writer import DatasetWriter, Record
@@ -91,7 +92,7 @@ class PackReport:
         rows: number of rows that they come from.
         bad: number of bad rows per cause.
         bad_rows: file that lists the bad rows; None if there are none.
-        marks: number of packed images that are "not upright" by EXIF, "deep" (gray of more than 8 bits),
+        marks: number of packed images that are "not upright" by EXIF, "deep" (more than 8 bits per channel),
             "transparent" in part (or were before blending onto a background), or with "several captions"; of
             "equal captions" that were left out because their image has the same one; and of rows with "other
             images" than the first row of their group.
@@ -99,6 +100,7 @@ class PackReport:
         fields: other columns that were stored, with their json field names.
         left_out: columns that were left out, with the reason.
         classes: names of classes that are the captions, if the images are in a folder per class.
+        parts: names of the tables or folders by the split that they are; "" for one whose rows or images decide.
     """
 
     splits: Mapping[str, int]
@@ -112,6 +114,7 @@ class PackReport:
     fields: Mapping[str, str]
     left_out: Mapping[str, str]
     classes: Sequence[str]
+    parts: Mapping[str, str]
 
     @property
     def packed(self) -> int:
@@ -140,18 +143,59 @@ class _Packed:
     fields: Mapping[str, str]  # json field names of the table's other columns
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Tables, or a folder of images, whose rows are packed together.
+
+    Attributes:
+        path: the first table, or the folder.
+        tables: with the same columns; none for a folder of images with captions or by class.
+        split: of all rows; "" if a column, or the hash of an image, decides.
+    """
+
+    path: Path
+    tables: Sequence[Table]
+    split: str
+
+
+class _BadRows:
+    """Bad rows, counted by cause and listed in a file."""
+
+    def __init__(self, file: TextIO) -> None:
+        self.counts = Counter[str]()
+        self._firsts: dict[str, str] = {}
+        self._file = file
+
+    def add(self, cause: str, *, row: int | None, path: str | None, split: str = "") -> None:
+        self.counts[cause] += 1
+        if cause not in self._firsts:
+            words = [] if row is None else [f"row {row}"]
+            if path:
+                words.append(repr(path[:80]))
+            self._firsts[cause] = ": ".join(words)
+        line = {"row": row, "path": path and path[:4096], "cause": cause}
+        if split:
+            line["split"] = split
+        self._file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
+
+    def describe_causes(self) -> str:
+        causes = [f"{count} × {cause} ({self._firsts[cause]})" for cause, count in self.counts.most_common()]
+        return "; ".join(causes) or "it has no rows"
+
+
 def pack(
     source: Path | Sequence[Path],
     out: Path,
     options: PackOptions = PackOptions(),
     *,
+    split: str | None = None,
     progress: bool = True,
 ) -> PackReport:
     """Write the images and captions of ``source`` as a new dataset folder ``out``.
 
-    A sample's key is the number of its first row in nine digits, counted from 1 without the header. Bad rows are
-    listed in ``bad_rows.jsonl`` of the folder, and so are images of a folder that the table in it does not
-    list. Memory does not grow with the table.
+    A sample's key is the number of its first row in nine digits, counted from 1 without the header, in each split
+    that names of files or folders state. Bad rows are listed in ``bad_rows.jsonl`` of the folder, and so are images
+    of a folder that no table in it lists. Memory does not grow with the table.
 
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
@@ -161,6 +205,8 @@ def pack(
         options: paths in ``image_column`` are relative to the table's folder. ``max_side`` shrinks JPEG and WebP at
             quality 95, others as PNG. Without ``group``, each row becomes a sample; ``group_by`` also becomes a
             field of the json.
+        split: the split of all rows, "" if a column or a hash decides; by default, names of files and folders in a
+            folder may state splits, of which all are packed.
         progress: show a progress bar on stderr.
 
     Raises:
@@ -168,157 +214,179 @@ def pack(
         DataError: a table cannot be read, lacks a column, or there is no usable row.
     """
     assert options.samples_per_shard >= 1 and 0 <= options.test <= 1
-    group_by = options.group_by
-    max_side = options.max_side
-    if group_by is not None and not options.group:
+    if options.group_by is not None and not options.group:
         raise ConfigError("--group-by and --no-group exclude each other")
+    resize = None
+    if options.max_side is not None:
+        resize = Resize(mode="keep_ratio_largest", size=options.max_side)
     how = Storing(
-        resize=Resize(mode="keep_ratio_largest", size=max_side) if max_side is not None else None,
+        resize=resize,
         keep_orientation=options.keep_orientation,
         background=None if options.background is None else color_of(options.background),
     )
     paths = [source] if isinstance(source, Path) else list(source)
-    folder: FolderSamples | None = None
-    root: Path | None = None  # a folder whose table should list all images in it
-    if paths[0].is_dir():
-        table = caption_table_of(
-            paths[0], image_column=options.image_column, caption_column=options.caption_column
-        )
-        if table is not None:
-            root = paths[0]
-            paths = [table]
-        elif group_by is not None:
-            raise ConfigError(f"--group-by {group_by}: {paths[0]} is a folder of images, not a table")
-        else:
-            folder = FolderSamples(paths[0])
-    others = options.fields
-    if others is not None and group_by is not None:
-        others = (*others, group_by)  # Table reads a column once
-    open_table = partial(
-        Table, image_column=options.image_column, caption_column=options.caption_column, encoded=True
-    )
-    if others is not None and folder is None:
-        columns = open_table(paths[0], others=None).others
-        others = (*others, *(name for name in columns if plain_name(name) == "split" and name not in others))
-    tables = [open_table(path, others=others) for path in paths] if folder is None else []
-    if tables and group_by == tables[0].image_column:
-        group_by = None
-    bad = Counter[str]()
+    parts = _find_parts(paths, options, split)
+    origin = parts[0].path if len(parts) == 1 else paths[0]
+    opened: list[TableSamples | FolderSamples] = []
     marks = Counter[str]()
     caption_counts = Counter[int]()
     packed_rows = 0
-    firsts: dict[str, str] = {}
     stored_fields: dict[str, str] = {}
     with DatasetWriter(out, samples_per_shard=options.samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
-        samples: TableSamples | FolderSamples
-        if folder is not None:
-            samples = folder
-        else:
-            with CountProgress("reading rows", total=None, shown=progress) as bar:
-                samples = TableSamples(
-                    tables, group=options.group, group_by=group_by, progress=lambda _, rows: bar.show(rows)
-                )
-        if samples.damage:
-            raise DataError(samples.damage)
         listing = writer.extra_file("bad_rows.jsonl")
-        with (
-            listing.open("w", encoding="utf-8") as file,
-            CountProgress("packing", total=len(samples), shown=progress) as bar,
-        ):
-            for i, outcome in _pack_in_order(samples, how, options.test):
-                rows = samples.rows(i)
-                if isinstance(outcome, _Packed):
-                    writer.write(outcome.split, outcome.record)
-                    packed_rows += len(rows)
-                    caption_counts[outcome.captions] += 1
-                    marks.update(outcome.marks)
-                    if len(stored_fields) < _MAX_REPORTED:
-                        stored_fields.update(outcome.fields)
-                else:
-                    for row in rows:
-                        path = row.path if isinstance(row.path, str) else None
-                        bad[outcome] += 1
-                        firsts.setdefault(outcome, f"row {row.number}" + (f": {path[:80]!r}" if path else ""))
-                        line = {"row": row.number, "path": path and path[:4096], "cause": outcome}
-                        file.write(json.dumps(line) + "\n")  # ASCII, because a path may not be UTF-8
-                bar.show(i + 1, bad.total())
-            if root is not None:
-                for image, cause in _unlisted_images(root, tables[0]):
-                    bad[cause] += 1
-                    firsts.setdefault(cause, repr(image[:80]))
-                    file.write(json.dumps({"row": None, "path": image[:4096], "cause": cause}) + "\n")
+        names = FieldNames(())
+        with listing.open("w", encoding="utf-8") as file:
+            bad = _BadRows(file)
+            for part in parts:
+                samples = _open_part(part, options, progress=progress)
+                opened.append(samples)
+                names.assign(samples.others)
+                with CountProgress("packing", total=len(samples), shown=progress) as bar:
+                    for i, outcome in _pack_in_order(samples, part.split, names, how, options.test):
+                        rows = samples.rows(i)
+                        if isinstance(outcome, _Packed):
+                            writer.write(outcome.split, outcome.record)
+                            packed_rows += len(rows)
+                            caption_counts[outcome.captions] += 1
+                            marks.update(outcome.marks)
+                            if len(stored_fields) < _MAX_REPORTED:
+                                stored_fields.update(outcome.fields)
+                        else:
+                            for row in rows:
+                                path = row.path if isinstance(row.path, str) else None
+                                bad.add(outcome, row=row.number, path=path, split=part.split)
+                        bar.show(i + 1, bad.counts.total())
+            if paths[0].is_dir():
+                for image, cause in _unlisted_images(paths[0], parts):
+                    bad.add(cause, row=None, path=image)
         if not writer.counts:
-            causes = "; ".join(f"{count} × {cause} ({firsts[cause]})" for cause, count in bad.most_common())
             expected = ""
-            if folder is not None:
+            if not parts[0].tables:
                 expected = f"; expected {_LAYOUTS}"
-            elif "missing file" in bad:
-                expected = f"; paths are relative to the folder of the table, {paths[0].parent}"
-            raise DataError(f"no row of {paths[0]} can be packed: {causes or 'it has no rows'}{expected}")
-        if not bad:
+            elif "missing file" in bad.counts:
+                expected = f"; paths are relative to the folder of the table, {origin.parent}"
+            raise DataError(f"no row of {origin} can be packed: {bad.describe_causes()}{expected}")
+        if not bad.counts:
             listing.unlink()
         splits = dict(writer.counts)
         captions = (min(caption_counts), max(caption_counts))
         marks["several captions"] = sum(count for size, count in caption_counts.items() if size > 1)
-        marks["other images"] = samples.other_images
-        classes: list[str] = []
-        caption_source = samples.caption_column
-        if folder is not None:
-            classes = sorted(set(folder.class_names.values()))
-            caption_source = folder.captions_from
+        marks["other images"] = sum(samples.other_images for samples in opened)
+        classes: dict[str, str] = {}
+        left_out: dict[str, str] = {}
+        for samples in opened:
+            classes |= samples.class_names
+            left_out |= samples.left_out
+        report = PackReport(
+            splits=splits,
+            rows=packed_rows,
+            bad=dict(bad.counts.most_common()),
+            image_column=", ".join(dict.fromkeys(samples.image_column for samples in opened)),
+            caption_column=", ".join(dict.fromkeys(samples.captions_from for samples in opened)),
+            bad_rows=writer.out / listing.name if bad.counts else None,
+            marks=marks,
+            captions=captions,
+            fields=stored_fields,
+            left_out=left_out,
+            classes=sorted(set(classes.values())),
+            parts={part.split: os.path.relpath(part.path, paths[0]) for part in parts},
+        )
+        tables = [table.path for part in parts for table in part.tables]
         card = {
-            "name": paths[0].stem,
+            "name": origin.stem,
             "description": "images and captions from a table or folder",
             "made_by": "python -m data pack",
-            "source": ", ".join(path.name for path in paths[:_SHOWN]),
-            "columns": {"image": samples.image_column, "caption": caption_source},
+            "source": ", ".join(path.name for path in (tables or [origin])[:_SHOWN]),
+            "columns": {"image": report.image_column, "caption": report.caption_column},
             "fields": stored_fields,
             "test": options.test,
-            "max_side": max_side,
+            "max_side": options.max_side,
             "keep_orientation": options.keep_orientation,
             "background": options.background,
             **({"captions_per_image": captions} if captions[1] > 1 else {}),
-            "bad_rows": dict(bad.most_common()),
+            "bad_rows": report.bad,
             "license": "unknown: that of the images",
         }
         if classes:
-            lines = "".join(f"{name}\n" for name in classes)
+            lines = "".join(f"{name}\n" for name in report.classes)
             writer.extra_file("classes.txt").write_text(lines, "utf-8", "replace")
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
-    return PackReport(
-        splits=splits,
-        rows=packed_rows,
-        bad=dict(bad.most_common()),
-        image_column=samples.image_column,
-        caption_column=caption_source,
-        bad_rows=writer.out / listing.name if bad else None,
-        marks=marks,
-        captions=captions,
-        fields=stored_fields,
-        left_out=tables[0].left_out if tables else {},
-        classes=classes,
+    return report
+
+
+def _find_parts(paths: Sequence[Path], options: PackOptions, split: str | None) -> list[_Part]:
+    folder = paths[0]
+    if not folder.is_dir():
+        return [_Part(path=folder, tables=_open_tables(paths, options), split=split or "")]
+    parts: list[_Part] = []
+    splits = find_splits(folder) if split is None else {}
+    if [*splits] == ["train"]:  # of which some may be held out
+        splits = {"": splits["train"]}
+    for name, source in splits.items():
+        inner = [Path(file.url) for file in source.files]
+        if source.folder is not None:
+            inner = [source.folder]
+        parts += _find_parts(inner, options, name)
+    if parts:
+        return parts
+    table = find_caption_table(
+        folder, image_column=options.image_column, caption_column=options.caption_column
     )
+    if table is None and options.group_by is not None:
+        raise ConfigError(f"--group-by {options.group_by}: {folder} is a folder of images, not a table")
+    if table is None:
+        return [_Part(path=folder, tables=[], split=split or "")]
+    return _find_parts([table], options, split)
+
+
+def _open_tables(paths: Sequence[Path], options: PackOptions) -> list[Table]:
+    open_table = partial(
+        Table, image_column=options.image_column, caption_column=options.caption_column, encoded=True
+    )
+    others = options.fields
+    if others is not None:
+        if options.group_by is not None:
+            others = (*others, options.group_by)  # Table reads a column once
+        columns = open_table(paths[0], others=None).others
+        others = (*others, *(name for name in columns if plain_name(name) == "split" and name not in others))
+    return [open_table(path, others=others) for path in paths]
+
+
+def _open_part(part: _Part, options: PackOptions, *, progress: bool) -> TableSamples | FolderSamples:
+    if not part.tables:
+        return FolderSamples(part.path)
+    group_by = options.group_by
+    if group_by == part.tables[0].image_column:
+        group_by = None
+    with CountProgress("reading rows", total=None, shown=progress) as bar:
+        samples = TableSamples(
+            part.tables, group=options.group, group_by=group_by, progress=lambda _, rows: bar.show(rows)
+        )
+    if samples.damage:
+        raise DataError(samples.damage)
+    return samples
 
 
 def _pack_in_order(
-    samples: TableSamples | FolderSamples, how: Storing, test: float
+    samples: TableSamples | FolderSamples, split: str, names: "FieldNames", how: Storing, test: float
 ) -> Iterator[tuple[int, _Packed | str]]:
     Image.init()
     workers = min(8, os.cpu_count() or 1)  # threads, because reading and decoding release the GIL
     waiting: deque[tuple[int, Future[_Packed | str]]] = deque()
-    names = FieldNames(samples.others)
     with ThreadPoolExecutor(workers) as pool:
         for i in range(len(samples)):
+            future: Future[_Packed | str]
             try:
                 fields = samples.fields(i)
                 texts = check_captions(fields.pop(samples.caption_column))
             except DataError as error:
-                waiting.append((i, pool.submit(str, error)))
+                future = pool.submit(str, error)
             else:
-                waiting.append(
-                    (i, pool.submit(_pack_sample, samples, i, texts, fields, names.of(fields), how, test))
+                future = pool.submit(
+                    _pack_sample, samples, i, texts, fields, names.assign(fields), how, split, test
                 )
+            waiting.append((i, future))
             if len(waiting) > 2 * workers:
                 first, future = waiting.popleft()
                 yield first, future.result()
@@ -333,18 +401,17 @@ def _pack_sample(
     fields: Mapping[str, Any],
     names: Mapping[str, str],
     how: Storing,
+    split: str,
     test: float,
 ) -> _Packed | str:
     captions = list(dict.fromkeys(texts))
     try:
-        split = read_split(fields)
-        if isinstance(samples, FolderSamples):
-            split = select_split(samples.locate(i)[1].partition("/")[0])
+        split = read_split(fields, of_file=split)
         data = samples.read(i, "")
         if len(data) > LARGEST_FILE:
             raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")
         image = store_image(data, how)
-        meta = fields_of(fields, names, captions)
+        meta = make_meta(fields, names, captions)
     except (DataError, BadImage) as cause:
         return str(cause)
     marks = {
@@ -373,16 +440,26 @@ def _draw_split(data: bytes, test: float) -> str:
     return "test" if test and number < test * 2**64 else "train"
 
 
-def _unlisted_images(folder: Path, table: Table) -> Iterator[tuple[str, str]]:
+def _unlisted_images(folder: Path, parts: Sequence[_Part]) -> Iterator[tuple[str, str]]:
+    """Yield the images below a folder that no table lists and that are in no packed folder, and why not."""
     root = folder.absolute()
+    folders: list[Path] = []
     listed = set[str]()
-    for row in table:
-        if isinstance(row.path, str):
-            with suppress(DataError):  # a web address
-                listed.add(os.path.normpath(table.find_image(row.path).absolute()))
+    for part in parts:
+        if not part.tables:
+            folders.append(part.path.absolute())
+        for table in part.tables:
+            if table.contains_images:
+                return
+            for row in table:
+                if isinstance(row.path, str):
+                    with suppress(DataError):  # a web address
+                        listed.add(os.path.normpath(table.find_image(row.path).absolute()))
+    names = ", ".join(os.path.relpath(part.path, folder) for part in parts)
+    outside = f"not in {names}" if folders else f"not listed in {names}"
     for path, cause in images_below(root):
-        if os.path.normpath(path) not in listed:
-            yield str(path.relative_to(root)), cause or f"not listed in {table.path.name}"
+        if os.path.normpath(path) not in listed and not any(map(path.is_relative_to, folders)):
+            yield str(path.relative_to(root)), cause or outside
 
 
 class FieldNames:
@@ -396,9 +473,9 @@ class FieldNames:
         self._names: dict[str, str] = {}
         self._own = {*_OWN_FIELDS, *taken}
         self._taken = set(self._own)
-        self.of(columns)
+        self.assign(columns)
 
-    def of(self, columns: Iterable[str]) -> dict[str, str]:
+    def assign(self, columns: Iterable[str]) -> dict[str, str]:
         """Return the field names of columns; must be called in the order of the table."""
         columns = list(columns)
         new = [column for column in columns if column not in self._names]
@@ -413,7 +490,7 @@ class FieldNames:
         return {column: self._names[column] for column in columns if column in self._names}
 
 
-def fields_of(
+def make_meta(
     others: Mapping[str, object], names: Mapping[str, str], captions: Sequence[str]
 ) -> dict[str, Any]:
     """Return a sample's json."""
@@ -434,21 +511,24 @@ def fields_of(
     return meta
 
 
-_REVISION = 8  # of packed folders in the cache; increased when the same input is packed differently
+_REVISION = 9  # of packed folders in the cache; increased when the same input is packed differently
 
 
-def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
+def pack_into_cache(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Path:
     """Return a dataset folder in the cache with the images and captions of a source, packed on first use.
+
+    All rows belong to ``split``, unless it is "".
 
     A source is packed again if the path, size, modification time or permissions of a table or of a file in a folder
     of images, or the version of a remote table, have changed. Remote tables are deleted when they are packed.
     """
-    digest = hashlib.sha256(f"{_REVISION}".encode())
+    digest = hashlib.sha256(f"{_REVISION} {split}".encode())
     remote = [source for source in sources if isinstance(source, ShardFile)]
     paths = [source for source in sources if isinstance(source, Path)]
     facts = [f"{file.url}\0{file.size} {file.version}" for file in remote]
     for path in map(Path.absolute, paths):
-        for file, _ in files_below(path) if path.is_dir() else [(path, "")]:
+        files = files_below(path) if path.is_dir() else [(path, "")]
+        for file, _ in files:
             try:
                 status = file.stat()
             except OSError as error:
@@ -464,11 +544,13 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
 
     def make(out: Path) -> None:
         tables = download_all(remote, copies) if remote else paths
-        report = pack(tables[0] if len(tables) == 1 else tables, out, progress=sys.stderr.isatty())
+        report = pack(tables, out, split=split, progress=sys.stderr.isatty())
         shutil.rmtree(copies, ignore_errors=True)
         size = sum(path.stat().st_size for path in out.rglob("*.tar"))
         bad = sum(report.bad.values())
-        left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there" if bad else ""
+        left_out = ""
+        if bad:
+            left_out = f"; {counted(bad, 'bad row')} left out, see bad_rows.jsonl there"
         print(
             f"packed {report.summary} of {what} into {out} ({format_bytes(size)}){left_out}; "
             "`python -m data pack` writes them to another folder",
@@ -488,12 +570,20 @@ def packed(sources: Sequence[Path] | Sequence[ShardFile]) -> Path:
     return folder
 
 
+def has_split_column(folder: Path) -> bool:
+    """Whether the rows of a folder from ``pack_into_cache`` state their splits."""
+    card = json.loads((folder / "card.json").read_text("utf-8"))
+    return any(plain_name(column) == "split" for column in card["fields"])
+
+
 def run_pack(options: PackCommand) -> int:
     """Run ``python -m data pack``."""
     start = time.monotonic()
     report = pack(options.table, options.out, options, progress=not options.quiet)
     print(f"created {options.out} in {time.monotonic() - start:.1f} s")
     print(f"  columns  {report.image_column} (image), {report.caption_column} (caption)")
+    if len(report.parts) > 1:
+        print("  splits   " + ", ".join(f"{name} ({split})" for split, name in report.parts.items()))
     for line in _list_remarks(
         report, keep_orientation=options.keep_orientation, background=options.background
     ):
@@ -524,15 +614,13 @@ def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str
         )
     if report.fields:
         names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
-        yield f"stored as fields for data.filters and data.captions: {listed(names)}"
+        yield f"stored as fields for data.filters and data.captions: {join_names(names)}"
     if report.left_out:
         left_out = [f"{name!r} ({why})" for name, why in report.left_out.items()]
         yield f"columns left out: {', '.join(left_out[:8])}{', …' if len(left_out) > 8 else ''}"
-    orientation = (
-        "unchanged, and CLIP ignores it"
-        if keep_orientation
-        else "upright (unless --keep-orientation is given)"
-    )
+    orientation = "upright (unless --keep-orientation is given)"
+    if keep_orientation:
+        orientation = "unchanged, and CLIP ignores it"
     colors = "CLIP sees the colors hidden below them; --background white blends them onto white"
     if background:
         colors = f"blended onto {background}"
@@ -540,16 +628,19 @@ def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str
         "several captions": f"several captions: training uses the first, or draws one with {DRAW_CAPTIONS}; "
         "evaluation uses all",
         "not upright": f"an EXIF orientation: stored {orientation}",
-        "deep": "more than 8 bits of gray: stored with all bits; training needs pixels.range, for which "
+        "deep": "more than 8 bits per channel: stored with all bits; training needs pixels.range, for which "
         "`python -m data inspect` suggests a value",
         "transparent": f"transparent parts: {colors}",
     }
     for mark, remark in remarks.items():
-        if count := report.marks[mark]:
+        count = report.marks[mark]
+        if count:
             have = "1 image has" if count == 1 else f"{count:,} images have"
             yield f"{have} {remark}"
-    if count := report.marks["equal captions"]:
+    count = report.marks["equal captions"]
+    if count:
         yield f"{counted(count, 'caption')} left out: equal to another caption of the same image"
-    if count := report.marks["other images"]:
+    count = report.marks["other images"]
+    if count:
         rows = counted(count, "row")
         yield f"{rows} with another image than the first row of the group: only the first row's image is stored"

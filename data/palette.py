@@ -24,7 +24,7 @@ from data.sources import find_all_shards
 _PIXELS = 1 << 20  # over all images
 
 
-def palette_of(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> npt.NDArray[np.float32]:
+def choose_palette(pixels: npt.NDArray[np.uint8], colors: int, *, seed: int = 0) -> npt.NDArray[np.float32]:
     """Return (C, 3) colors in [-1, 1], sorted, of pixels (N, 3)."""
     different = len(np.unique(pixels, axis=0))
     if different < colors:
@@ -60,7 +60,7 @@ def run_palette(options: PaletteOptions) -> int:
             progress.show(done, done - len(samples))
     if not samples:
         raise DataError("no image can be decoded")
-    palette = palette_of(np.concatenate(samples), options.colors)
+    palette = choose_palette(np.concatenate(samples), options.colors)
     write_atomic(out, save({"palette": torch.from_numpy(palette)}))
     print(f"wrote {out}: {options.colors} colors of {len(samples):,} images")
     return 0

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.samples import (
-    IMAGE_EXTENSIONS,
+    IMAGE_MEMBERS,
     Shard,
     ShardIndex,
-    index_place,
+    index_path,
     read_arrays,
     write_arrays,
 )
@@ -110,11 +110,11 @@ class Selection:
         """16 hexadecimal digits that change when the selection from a complete shard may change."""
         identity = [sorted(self.need), sorted(map(str, self.filters)), self.captions.which()]
         # Earlier versions compared these integers as floats; do not use the selections that they stored.
-        large = [
-            filter_
-            for filter_ in self.filters
-            if isinstance(n := parse_number(filter_.value), int) and abs(n) >= 2**53
-        ]
+        large = []
+        for filter_ in self.filters:
+            value = parse_number(filter_.value)
+            if isinstance(value, int) and abs(value) >= 2**53:
+                large.append(filter_)
         if large:
             identity.append(sorted(map(str, large)))
         if self.scores is not None:
@@ -133,7 +133,7 @@ class Selection:
             shard: its ``ShardFile.name``.
             content: returns the fields of a row that filters and captions need; may raise DataError.
         """
-        images = (self.image,) if self.image else IMAGE_EXTENSIONS
+        images = (self.image,) if self.image else IMAGE_MEMBERS
         captions = self.captions.members(index.names)
         if TEXT in self.captions.fields:  # in samples without a caption file
             captions.append("json")
@@ -164,25 +164,31 @@ class Selection:
             except DataError:
                 dropped["unreadable"] += 1
                 continue
-            if reason := self.refuses(fields):
+            reason = self.refuses(fields)
+            if reason:
                 dropped[reason] += 1
                 continue
             numbers: Sequence[int] = (0,)
             if self.captions.choice == "all":
-                count = sum(map(len, self.captions.by_field(fields)))
+                count = sum(map(len, self.captions.captions_by_field(fields)))
                 if not count:
                     dropped["without caption"] += 1
                 numbers = range(min(count, _MAX_CAPTIONS))
             used_rows += [row] * len(numbers)
             caption_numbers += numbers
-        separate = np.array(caption_numbers, dtype=np.uint16) if self.captions.choice == "all" else None
+        separate = None
+        if self.captions.choice == "all":
+            separate = np.array(caption_numbers, dtype=np.uint16)
         return Chosen(rows=np.array(used_rows, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
 
     def refuses(self, fields: Fields) -> str:
         """Return why a sample with these fields fails the filters; empty if it passes."""
         for filter_ in self.filters:
-            if not (passes := filter_.passes(fields)):
-                return f"without {filter_.name}" if passes is None else f"not {filter_}"
+            passes = filter_.passes(fields)
+            if not passes:
+                if passes is None:
+                    return f"without {filter_.name}"
+                return f"not {filter_}"
         return ""
 
 
@@ -210,14 +216,17 @@ class SelectedShard(Shard):
 
     def caption_number(self, index: int) -> int:
         """Return the index of the caption of the ``index``-th used sample."""
-        return 0 if self.chosen.captions is None else int(self.chosen.captions[index])
+        if self.chosen.captions is None:
+            return 0
+        return int(self.chosen.captions[index])
 
     def _choose(self, selection: Selection) -> Chosen:
         if not selection.reads_json:
             return selection.choose(self.index, lambda row: {}, shard=self.file.name)
-        path = index_place(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
+        path = index_path(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
         with suppress(KeyError, TypeError):
-            if (stored := read_arrays(path)) is not None:
+            stored = read_arrays(path)
+            if stored is not None:
                 about, arrays = stored
                 return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
         scores: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.samples import find_source, has_captions
+from clipkit.samples import MissingSplit, find_source, has_captions
 from clipkit.samples.remote import ShardFile
 from data.corpora.builtin import BUILTIN, built_in
 
@@ -32,15 +32,25 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
             f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
             "and captions into a table; `python -m data pack` packs images in one folder per class"
         )
-    from data.pack import packed  # imports libraries that training on shards does not need
+    from data.pack import (  # imports libraries that training on shards does not need
+        has_split_column,
+        pack_into_cache,
+    )
 
+    packed_split = "" if files.split == "train" else files.split
     if files.folder is not None:
-        folder = packed([files.folder])
+        folder = pack_into_cache([files.folder], packed_split)
     elif files.files[0].is_remote:
-        folder = packed(list(files.files))
+        folder = pack_into_cache(list(files.files), packed_split)
     else:
-        folder = packed([Path(file.url) for file in files.files])
-    return list(find_source(str(folder)).files)
+        folder = pack_into_cache([Path(file.url) for file in files.files], packed_split)
+    # rows that state no split belong to every split; they are packed as train
+    if not files.split and not has_split_column(folder):
+        split = "train"
+    try:
+        return list(find_source(str(folder), split=split).files)
+    except MissingSplit as error:
+        raise MissingSplit(str(error).replace(str(folder), source)) from error
 
 
 def find_all_shards(sources: Iterable[str], *, split: str = "train") -> list[ShardFile]:

@@ -93,7 +93,7 @@ def run_tokenizer(options: TokenizerOptions) -> int:
             for i in range(len(shard)):
                 row = shard.row(i)
                 members = shard.read_present(row, rule.members(shard.index.members(row)))
-                flat = [*chain.from_iterable(rule.by_field(rule.parse(members)))]
+                flat = [*chain.from_iterable(rule.captions_by_field(rule.parse(members)))]
                 yield flat[shard.caption_number(i)]
                 done += 1
                 progress.show(done, 0)

@@ -77,9 +77,11 @@ def open_training_data(
         reject_unknown_negatives([shard for source in sources for shard in source], selection, cache)
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
-            if changes := manifest.changes_since(earlier):
+            changes = manifest.changes_since(earlier)
+            if changes:
                 raise other_data(recorded.parent, "; ".join(changes))
-            if unknown := manifest.not_compared(earlier):
+            unknown = manifest.not_compared(earlier)
+            if unknown:
                 print(
                     f"note: {unknown:,} of {len(manifest):,} shards have a different or no modification time, "
                     "inode or etag, and no recorded digest of their content: only keys and sizes of their "
@@ -143,9 +145,12 @@ def packed_images(
         folders: dict[str, None] = {}  # in order, each once
         ends = accumulate(manifest.sources)
         for source, count, end in zip(settings.sources, manifest.sources, ends, strict=True):
-            for shard in () if source in BUILTIN else map(manifest.urls.__getitem__, range(end - count, end)):
+            if source in BUILTIN:
+                continue
+            for shard in map(manifest.urls.__getitem__, range(end - count, end)):
                 is_stream = shard.startswith("pipe:") or "?" in shard
-                folders["" if is_stream else shard.rpartition("/")[0]] = None
+                folder = shard.rpartition("/")[0]
+                folders["" if is_stream else folder] = None
         packed = _summarize_records([_read_record(folder) for folder in folders], settings, pixels)
     return msgspec.json.decode(broadcast(msgspec.json.encode(packed)), type=Packed)
 

@@ -86,9 +86,10 @@ class Workers(Generic[T]):
         except Exception:  # a broken connection raises various errors in torch and multiprocessing
             # the connections of a killed worker break before its exit status is known
             sentinels = {process.sentinel: process for process in self._processes}
-            for broken in wait(list(sentinels), timeout=1) if sentinels else []:
-                assert type(broken) is int
-                sentinels[broken].join(timeout=5)
+            if sentinels:
+                for broken in wait(list(sentinels), timeout=1):
+                    assert type(broken) is int
+                    sentinels[broken].join(timeout=5)
             self._check()
             raise
         finally:
@@ -105,7 +106,8 @@ class Workers(Generic[T]):
             _abandoned.append(self._iterator)
         still = weakref.ref(self._iterator)
         self._iterator = None  # torch ends the workers with it
-        if (held := still()) is not None:  # a traceback refers to it, too
+        held = still()
+        if held is not None:  # a traceback refers to it, too
             _abandoned.append(held)
         self._kill()
 

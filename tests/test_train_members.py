@@ -31,4 +31,4 @@ def test_published_layouts_are_trained_on(layout: str, trainings: Trainings, tmp
     assert len(lines) == 5 and all(line["bad_samples"] == 0 for line in lines)
     if image:
         error = error_of(trainings.run(tmp_path / "other", *settings, status=1))
-        assert error.endswith(f": set data.image={image}")
+        assert error.endswith(f": set data.image={image} (training) or --image {image} (commands)")

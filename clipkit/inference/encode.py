@@ -49,7 +49,7 @@ from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.options import EncodeOptions
 from clipkit.samples.depth import format_pixel_range
-from clipkit.samples.traits import TraitCounts, hex_of
+from clipkit.samples.traits import TraitCounts, format_color
 
 Parts = Generator[Part, None, None]
 EncodeParts = Callable[
@@ -137,7 +137,7 @@ def encode(
         kind=stream.kind,
         model=options.model,
         weights=model_hash(features.model),
-        background=hex_of(decoding.background),
+        background=format_color(decoding.background),
         directory=str(Path.cwd()),
         upright=decoding.upright,
         pixel_range=format_pixel_range(decoding.pixel_range),

@@ -181,7 +181,7 @@ class Stream:
         """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
         cache = self._options.cache
         if cache is not None:
-            cache.prefetch([part.files[0] for part in parts], threads=_AHEAD)
+            cache.prefetch([part.files[0] for part in parts], threads=_AHEAD, were_counted=False)
         for part in parts:
             file = part.files[0]
             source = readable(file.shown)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipkit.errors import DataError
-from clipkit.samples.image_types import IMAGE_EXTENSIONS
+from clipkit.samples.image_types import ARRAY_MEMBERS, IMAGE_EXTENSIONS
 
 _IMAGES = frozenset(IMAGE_EXTENSIONS)
 
@@ -80,12 +80,16 @@ class Samples(Protocol):
 def find_image(members: Iterable[str]) -> str:
     """Return the first member of a sample that is an image by its name; "" without one.
 
-    Arrays do not count, because they are often features.
+    Arrays are often features: only one called ``image.npy`` or ``image.npz`` counts, in a sample without another
+    image.
     """
+    array = ""
     for name in members:
         if name in _IMAGES:
             return name
-    return ""
+        if name in ARRAY_MEMBERS:
+            array = array or name
+    return array
 
 
 def decode_text(data: bytes) -> str:

@@ -47,10 +47,10 @@ from clipkit.samples.traits import (
     Decoding,
     Traits,
     align_transparent_color,
-    alpha_of,
-    flattened,
+    blend_onto,
+    get_alpha,
     is_transparent,
-    orientation_of,
+    read_orientation,
     upright_array,
     upright_image,
 )
@@ -123,7 +123,9 @@ def decode_pixels(data: bytes, rule: Decoding = _AS_OPEN_CLIP, *, reduce: int = 
     """
     if len(data) > MAX_BYTES:
         raise DataError(f"file of more than {MAX_BYTES >> 20} MiB")
-    pixels = decode_jpeg(data, reduce=reduce) if rule.channels == 3 else None
+    pixels = None
+    if rule.channels == 3:
+        pixels = decode_jpeg(data, reduce=reduce)
     if pixels is not None:
         orientation = jpeg_orientation(data)
         if rule.upright:
@@ -155,11 +157,13 @@ def load_image(
         if bands is not None:
             pixels, clamped = bands.to_8_bits(rule.pixel_range, channels=rule.channels)
             traits = Traits(clamped=clamped, frames=bands.several)
-            return (_from_array(pixels) if rule.channels == 3 else pixels), traits
+            if rule.channels == 3:
+                return _from_array(pixels), traits
+            return pixels, traits
         assert not isinstance(content, Bands)
         image = open_image(content)
         traits = _load(image)
-        orientation = orientation_of(image) if rule.upright else 1
+        orientation = read_orientation(image) if rule.upright else 1
         background = rule.background if traits.transparent else None
         if is_deep(image) or rule.channels != 3:
             pixels, clamped = _bands_of(image).to_8_bits(rule.pixel_range, channels=rule.channels)
@@ -169,9 +173,9 @@ def load_image(
             alpha = image
             image = _from_array(pixels)
             if background is not None:
-                image.putalpha(alpha_of(alpha))
+                image.putalpha(get_alpha(alpha))
         if background is not None:
-            image = flattened(image, background)
+            image = blend_onto(image, background)
         return upright_image(image, orientation), traits
 
 
@@ -214,7 +218,7 @@ def _load(image: "Image") -> Traits:
     image.load()
     return Traits(
         transparent=is_transparent(image),
-        rotated=orientation_of(image) != 1,
+        rotated=read_orientation(image) != 1,
         deep_colors=deep_colors,
         frames=several,
         cmyk=cmyk,
@@ -239,7 +243,8 @@ def to_array(image: "Image | npt.NDArray[np.uint8]") -> npt.NDArray[np.uint8]:
 
 def decode_jpeg(data: bytes, *, reduce: int = 1) -> npt.NDArray[np.uint8] | None:
     """Decode a JPEG to (H, W, 3) uint8 RGB; return None if only Pillow can decode it."""
-    if (size := jpeg_size(data)) is None:
+    size = jpeg_size(data)
+    if size is None:
         return None
     height, width = size
     import simplejpeg
@@ -274,7 +279,9 @@ def jpeg_size(data: bytes) -> tuple[int, int] | None:
 def plain_jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return ``jpeg_size`` of a complete sequential JPEG, which every decoder can read; None for other images."""
     is_complete = data.endswith(b"\xff\xd9") and len(data) <= MAX_BYTES
-    return jpeg_size(data) if is_complete and _has_one_scan(data) else None
+    if is_complete and _has_one_scan(data):
+        return jpeg_size(data)
+    return None
 
 
 def _refuse_many_scans(data: bytes, pixels: int) -> None:
@@ -321,7 +328,7 @@ def jpeg_orientation(data: bytes) -> int:
         at = end
     try:
         with pillow_errors(), open_image(data) as image:
-            return orientation_of(image)
+            return read_orientation(image)
     except DataError:
         return 1
 

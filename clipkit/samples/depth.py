@@ -308,7 +308,9 @@ def _bounds(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> "tuple[Any, 
     target = "the values of black and white"
     if low >= 0 and (is_integer or high <= 1):
         target = f"values such as {suggest_pixel_range(low, high, is_integer=is_integer)}"
-    kind = "grayscale image" if bands == 1 else f"image of {bands} channels"
+    kind = "grayscale image"
+    if bands != 1:
+        kind = f"image of {bands} channels"
     interval = f"{_format_number(low)} to {_format_number(high)}"
     raise PixelRangeError(
         f"{describe_depth(values)} {kind} with values from {interval}, {cause}: "
@@ -322,7 +324,9 @@ def describe_depth(values: "npt.NDArray[Any]") -> str:
     bits = 8 * values.dtype.itemsize
     if values.dtype.kind == "f":
         return f"{bits}-bit float"
-    return f"signed {bits}-bit" if values.dtype.kind == "i" and bits < 32 else f"{bits}-bit"
+    if values.dtype.kind == "i" and bits < 32:
+        return f"signed {bits}-bit"
+    return f"{bits}-bit"
 
 
 def are_integers(values: "npt.NDArray[Any]") -> bool:

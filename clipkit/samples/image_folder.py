@@ -51,6 +51,7 @@ class FolderSamples(Samples):
     # as of ``TableSamples``
     image_column = "files"
     others: Sequence[str] = ()
+    left_out: Mapping[str, str] = {}
     damage = ""
     other_images = 0
 
@@ -104,14 +105,15 @@ class FolderSamples(Samples):
 
     def fields(self, i: int) -> dict[str, Any]:
         """Return the class, or the captions that are not blank; raise DataError if the image cannot be read."""
-        if cause := self.cause(i):
+        cause = self.cause(i)
+        if cause:
             raise DataError(cause)
         if self.class_names:
             subfolder = self.subfolder(i)
             if not subfolder:
                 raise DataError("outside the class folders")
             return {"class": self.class_names[subfolder]}
-        file = caption_file_of(self.path(i), self._list_texts)
+        file = find_caption_file(self.path(i), self._list_texts)
         texts = read_captions(file) if file is not None else []
         return {"captions": [text.strip() for text in texts if text.strip()]}
 
@@ -141,8 +143,12 @@ class FolderSamples(Samples):
     def captions_from(self) -> str:
         """What the captions are read from."""
         if self.class_names:
-            return CLASS_NAMES if self._has_class_names else "names of folders"
-        suffix = self.caption_file.suffix.lower() if self.caption_file else ".txt"
+            if self._class_names_folder is None:
+                return "names of folders"
+            return CLASS_NAMES
+        suffix = ".txt"
+        if self.caption_file:
+            suffix = self.caption_file.suffix.lower()
         return f"{suffix} files"
 
     @cached_property
@@ -151,12 +157,14 @@ class FolderSamples(Samples):
         if not self._has_classes:
             return {}
         names = {subfolder: " ".join(subfolder.split()) for subfolder in self._subfolders}
-        if (listed := read_class_names(self.folder, self._subfolders)) is not None:
-            lines, labels = listed
-            names = {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
-        if not self._has_class_names:
+        listed = None
+        if self._class_names_folder is not None:
+            listed = read_class_names(self._class_names_folder, self._subfolders)
+        if listed is None:
             self.check_no_caption_tables()
-        return names
+            return names
+        lines, labels = listed
+        return {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
 
     @cached_property
     def caption_file(self) -> Path | None:
@@ -182,19 +190,29 @@ class FolderSamples(Samples):
         return (self.path(i) for i in range(len(self)) if i not in self._causes)
 
     @property
-    def _has_class_names(self) -> bool:
-        return (self.folder / CLASS_NAMES).is_file()
+    def _class_names_folder(self) -> Path | None:
+        folders = [self.folder]
+        if self.folder.name.lower() in SPLIT_WORDS:
+            folders.append(self.folder.parent)
+        for folder in folders:
+            if (folder / CLASS_NAMES).is_file():
+                return folder
+        return None
 
     @cached_property
     def _subfolders(self) -> list[str]:
         names = {self.subfolder(i) for i in range(len(self)) if i not in self._causes}
+        if self.folder.name.lower() in SPLIT_WORDS:  # a split may lack classes that others have
+            for split in self.folder.parent.iterdir():
+                if split.name.lower() in SPLIT_WORDS:
+                    names |= {path.name for path in split.glob("*/") if not is_hidden(path.name)}
         return sorted(names - {""})
 
     @property
     def _has_classes(self) -> bool:
         if len(self._subfolders) < 2 or any(name.lower() in SPLIT_WORDS for name in self._subfolders):
             return False
-        return self._has_class_names or self.caption_file is None
+        return self._class_names_folder is not None or self.caption_file is None
 
 
 def are_ids(names: Collection[str]) -> bool:
@@ -246,7 +264,7 @@ def _normalize_name(name: str) -> str:
 # Files with the captions of images beside the images, and tables of captions in a folder of images.
 
 
-def caption_file_of(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
+def find_caption_file(image: Path, texts_in: Callable[[Path], Mapping[str, Sequence[str]]]) -> Path | None:
     """Return the file that may contain the captions of an image, None if there is none.
 
     Of several files, the first with captions is used, else the first.
@@ -266,7 +284,7 @@ def find_captions(images: Iterable[Path]) -> Path | None:
     """
     texts_in = lru_cache(maxsize=8)(list_texts)
     for image in images:
-        file = caption_file_of(image, texts_in)
+        file = find_caption_file(image, texts_in)
         if file is not None and (file.suffix.lower() != ".json" or read_captions(file)):
             return file
     return None
@@ -298,7 +316,7 @@ def open_caption_tables(
     return tables
 
 
-def metadata_of(folder: Path) -> Path | None:
+def find_metadata_table(folder: Path) -> Path | None:
     """Return the table of a folder of images in the layout of the Hugging Face hub, None if there is none."""
     tables = [folder / f"metadata{suffix}" for suffix in SUFFIXES]
     tables = [table for table in tables if table.is_file()]
@@ -307,13 +325,14 @@ def metadata_of(folder: Path) -> Path | None:
     return tables[0] if tables else None
 
 
-def caption_table_of(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
+def find_caption_table(folder: Path, *, image_column: str | None, caption_column: str | None) -> Path | None:
     """Return the table in a folder that lists captions of images in it, None if there is none.
 
     A table named metadata is preferred. Files with captions beside the images precede other tables, unless a column
     is named.
     """
-    if (metadata := metadata_of(folder)) is not None:
+    metadata = find_metadata_table(folder)
+    if metadata is not None:
         return metadata
     opened = open_caption_tables(
         sorted(folder.iterdir()), SUFFIXES, image_column=image_column, caption_column=caption_column
@@ -352,10 +371,14 @@ def read_captions(file: Path) -> list[str]:
             data = opened.read(_MAX_BYTES)
     except OSError:
         return []
-    encoding = "utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig"
+    encoding = "utf-8-sig"
+    if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        encoding = "utf-16"
     text = data.decode(encoding, errors="replace")
     if file.suffix.lower() != ".json":
-        return _LINE_END.split(text.removesuffix("\n").removesuffix("\r")) if text else []
+        if text:
+            return _LINE_END.split(text.removesuffix("\n").removesuffix("\r"))
+        return []
     try:
         fields = json.loads(text)
     except (ValueError, RecursionError):
@@ -365,7 +388,9 @@ def read_captions(file: Path) -> list[str]:
     captions = fields.get("captions") or fields.get("caption")
     if isinstance(captions, str):
         return [captions]
-    return [text for text in captions if isinstance(text, str)] if isinstance(captions, list) else []
+    if isinstance(captions, list):
+        return [text for text in captions if isinstance(text, str)]
+    return []
 
 
 def list_texts(folder: Path) -> dict[str, list[str]]:

@@ -12,6 +12,9 @@ IMAGE_EXTENSIONS = (
 IMAGE_SUFFIXES = frozenset(f".{extension}" for extension in IMAGE_EXTENSIONS)
 # Arrays are images only if a table or a setting names them: in folders and shards they are often features.
 ARRAY_EXTENSIONS = ("npy", "npz")
+# Names of members of shards that are images; the arrays only in samples without another image.
+ARRAY_MEMBERS = tuple(f"image.{extension}" for extension in ARRAY_EXTENSIONS)
+IMAGE_MEMBERS = (*IMAGE_EXTENSIONS, *ARRAY_MEMBERS)
 # Extensions of images that can be read, besides IMAGE_EXTENSIONS.
 _MORE_IMAGES = frozenset((
     "apng", "dib", "dicom", "hif", "ico", "j2k", "jfi", "jfif", "jif", "jpx", "mpo", "pbm", "pcx", "pjp", "pjpeg",
@@ -69,7 +72,9 @@ def describe_unreadable(data: bytes) -> str:
     name = image_format(data)
     if name == "TIFF":
         return "a TIFF that is damaged or of a kind that cannot be read: convert it to 8 or 16 bits"
-    return _cannot_read(name) if name in _UNREADABLE else "not an image in a known format"
+    if name in _UNREADABLE:
+        return _cannot_read(name)
+    return "not an image in a known format"
 
 
 def _cannot_read(name: str) -> str:

@@ -29,7 +29,7 @@ from clipkit.samples.base import find_image
 from clipkit.samples.image_types import IMAGE_EXTENSIONS
 from clipkit.samples.remote.cache import index_folder
 from clipkit.samples.remote.store import ShardFile
-from clipkit.samples.tar import TruncatedError, sample_name, tar_files
+from clipkit.samples.tar import TruncatedError, list_tar_files, sample_name
 
 # --------------------------------------------------------------------------------------------------------------
 # Small files of arrays: a checksum, a line of JSON that describes the content, and the arrays as they are in
@@ -141,6 +141,10 @@ _ARRAYS = ("member_ends", "member_names", "member_blocks", "member_sizes", "key_
 INDEX_VERSION = 7  # of the file format; increase it when the scan or the arrays change
 
 
+# start of a sample's members in the arrays of an index, their names, and their positions by name
+Layout = tuple[int, tuple[str, ...], dict[str, int]]
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardIndex:
     """The N samples of one shard in file order, with M members.
@@ -189,15 +193,15 @@ class ShardIndex:
 
     def members(self, row: int) -> tuple[str, ...]:
         """Return the names of a sample's members in file order."""
-        return self._find_layout(row)[1]
+        return self.find_layout(row)[1]
 
-    def spans(self, row: int, names: Iterable[str]) -> list[tuple[int, int]]:
+    def spans(self, layout: Layout, names: Iterable[str]) -> list[tuple[int, int]]:
         """Return byte offset and size of members of a sample; (0, 0) for missing ones.
 
         The name "" stands for the image, see ``find_image``.
         """
         _, _, blocks, sizes = self._member_views
-        start, _, positions = self._find_layout(row)
+        start, _, positions = layout
         spans = []
         for name in names:
             position = positions.get(name)
@@ -207,20 +211,22 @@ class ShardIndex:
                 spans.append((blocks[start + position] * _BLOCK, sizes[start + position]))
         return spans
 
-    def _find_layout(self, row: int) -> tuple[int, tuple[str, ...], dict[str, int]]:
+    def find_layout(self, row: int) -> Layout:
         """Return where a sample's members begin in the arrays, their names, and their positions by name."""
         ends, numbers, _, _ = self._member_views
         start = ends[row - 1] if row else 0
-        layout = numbers[start : ends[row]].tobytes()
-        names, positions = self._layouts.get(layout, ((), {}))
-        if not positions and layout:
+        content = numbers[start : ends[row]].tobytes()
+        layout = self._layouts.get(content)
+        if layout is None:
             texts = [*self.names]
-            names = tuple(texts[i] for i in np.frombuffer(layout, self.member_names.dtype).tolist())
+            names = tuple(texts[i] for i in np.frombuffer(content, self.member_names.dtype).tolist())
             positions = {name: position for position, name in enumerate(names)}
-            if image := find_image(names):
+            image = find_image(names)
+            if image:
                 positions[""] = positions[image]
-            self._layouts[layout] = names, positions
-        return start, names, positions
+            layout = (names, positions)
+            self._layouts[content] = layout
+        return start, *layout
 
     def has_any(self, names: Iterable[str]) -> npt.NDArray[np.bool_]:
         """Return which samples have at least one of these members, (N,)."""
@@ -254,24 +260,24 @@ class ShardIndex:
         return {}
 
 
-def index_place(shard: ShardFile) -> Path:
+def index_path(shard: ShardFile) -> Path:
     """Return the path of a shard's stored index; that of a truncated shard has the suffix ``.truncated``.
 
-    The path is a hash of the full URL: names in messages omit queries and commands, so different shards share them.
+    The path is a hash of the identity: names in messages omit queries and commands, so different shards share them.
     """
-    identity = f"{INDEX_VERSION}\n{shard.url}\n{shard.size}\n{shard.version}"
-    digest = hashlib.sha256(os.fsencode(identity)).hexdigest()[:32]
+    digest = hashlib.sha256(os.fsencode(f"{INDEX_VERSION}\n{shard.identity}")).hexdigest()[:32]
     return index_folder() / "index" / digest[:2] / f"{digest}.index"
 
 
 def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | None:
     """Return the index of a shard from the cache folder, None if it was never scanned."""
-    paths = [index_place(shard)]
+    paths = [index_path(shard)]
     if truncated == "use":
         paths.append(paths[0].with_suffix(".truncated"))
     for path in paths:
         with suppress(TypeError):
-            if (stored := read_arrays(path)) is not None:
+            stored = read_arrays(path)
+            if stored is not None:
                 parts: dict[str, Any] = {**stored[0], **stored[1]}
                 return ShardIndex(**parts)
     return None
@@ -279,7 +285,7 @@ def stored_index(shard: ShardFile, *, truncated: str = "error") -> ShardIndex | 
 
 def is_indexed(shard: ShardFile, *, truncated: str = "error") -> bool:
     """Return whether a shard has a stored index, without reading the index."""
-    path = index_place(shard)
+    path = index_path(shard)
     return path.is_file() or (truncated == "use" and path.with_suffix(".truncated").is_file())
 
 
@@ -292,7 +298,7 @@ def keep_index(shard: ShardFile, index: ShardIndex) -> None:
     """Store an index in the cache folder if possible, see ``is_indexable``."""
     if not is_indexable(shard):
         return
-    path = index_place(shard)
+    path = index_path(shard)
     if index.truncated:
         path = path.with_suffix(".truncated")
     about = {name: getattr(index, name) for name in ("names", "digest", "content", "truncated")}
@@ -308,22 +314,22 @@ def index_shard(shard: ShardFile, path: Path | None = None, *, truncated: str = 
         return index
     try:
         path = path or Path(shard.url)
-        members = tar_files(path, called=shard.shown)
-        index = with_content(index_of_members(shard.shown, members, truncated=truncated), path)
+        members = list_tar_files(path, called=shard.shown)
+        index = add_content_digest(index_members(shard.shown, members, truncated=truncated), path)
     except OSError as error:
         raise DataError(f"shard {shard.shown}: {error.strerror}") from error
     keep_index(shard, index)
     return index
 
 
-def index_of_members(
+def index_members(
     shard: str, members: Iterable[tuple[str, int, int]], *, truncated: str = "error"
 ) -> ShardIndex:
     """Index the members of a tar: name, byte offset of the data, size.
 
     Args:
         shard: its name in messages.
-        members: as ``tar_files`` yields them.
+        members: as ``list_tar_files`` yields them.
         truncated: "error", or "use" to index the intact part of a truncated tar. Its last sample is dropped if it
             lacks a member that the sample before it has.
 
@@ -347,7 +353,8 @@ def index_of_members(
         for name, offset, size in members:
             key, _, extension = name.partition(".")
             if key != last or extension not in number_of:  # fast path: otherwise the split above is correct
-                if (parts := sample_name(name)) is None:
+                parts = sample_name(name)
+                if parts is None:
                     continue
                 key, extension = parts
                 if key != last:
@@ -398,7 +405,7 @@ def index_of_members(
     return ShardIndex(**arrays, names=counts_by_name, digest=digest.hexdigest()[:16], truncated=fault)
 
 
-def with_content(index: ShardIndex, path: Path) -> ShardIndex:
+def add_content_digest(index: ShardIndex, path: Path) -> ShardIndex:
     """Return an index with the digest of the shard's content.
 
     The digested bytes are on pages that a scan of the headers has just read. Modification times of members are not

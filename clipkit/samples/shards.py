@@ -17,16 +17,17 @@ from typing import Any, Generic, TypeVar
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples, is_json, parse_fields
 from clipkit.samples.index import (
+    Layout,
     ShardIndex,
-    index_of_members,
+    add_content_digest,
+    index_members,
     index_shard,
     keep_index,
     stored_index,
-    with_content,
 )
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import RangedBytes, ShardFile, read_range
-from clipkit.samples.tar import tar_files, tar_files_of
+from clipkit.samples.tar import list_tar_content, list_tar_files
 
 # Limits in bytes by the last extension of a member, and for all others. An image beyond this is an attack or an
 # accident; texts become objects many times as large: a json of 4 MiB may take 100 MiB.
@@ -92,9 +93,12 @@ class Shard:
         """Path of the open local file, which the cache may have removed."""
         return Path(f"/dev/fd/{self._descriptor}")
 
-    def read(self, row: int, names: Sequence[str]) -> list[bytes | None]:
-        """Read members of a sample by name, None for missing ones; "" is the image, see ``find_image``."""
-        spans = self.index.spans(row, names)
+    def read(self, row: int, names: Sequence[str], *, layout: Layout | None = None) -> list[bytes | None]:
+        """Read members of a sample by name, None for missing ones; "" is the image, see ``find_image``.
+
+        ``layout`` is that of the row in the index, if it is known.
+        """
+        spans = self.index.spans(layout or self.index.find_layout(row), names)
         if self._has_large:
             for name, (_, size) in zip(names, spans, strict=True):
                 if size > (limit := _LIMITS.get(name.rpartition(".")[2], _LIMIT)):
@@ -104,7 +108,9 @@ class Shard:
         contents: list[bytes | None] = []
         try:
             for offset, size in spans:
-                data = os.pread(self._descriptor, size, offset) if offset else None
+                data = None
+                if offset:
+                    data = os.pread(self._descriptor, size, offset)
                 if data is not None and len(data) != size:
                     raise DataError("the shard is shorter than when it was indexed")
                 contents.append(data)
@@ -147,8 +153,10 @@ class Shard:
 
     def _scan(self) -> ShardIndex:
         try:
-            members = tar_files(self.path, called=self.shown)
-            return with_content(index_of_members(self.shown, members, truncated=self._truncated), self.path)
+            members = list_tar_files(self.path, called=self.shown)
+            return add_content_digest(
+                index_members(self.shown, members, truncated=self._truncated), self.path
+            )
         except OSError as error:
             raise DataError(f"shard {self.shown}: {error.strerror}") from error
 
@@ -159,7 +167,7 @@ class Shard:
             status = os.fstat(self._descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise DataError(f"shard {self.shown} is not a regular file")
-            here = file if file.is_remote else ShardFile.of_status(file.url, status)
+            here = file if file.is_remote else ShardFile.from_status(file.url, status)
             if here.may_be_copy_of(file):  # another host may have its own copy
                 return index_shard(here, self.path, truncated=truncated)
             counted = stored_index(file, truncated=truncated)  # only the modification time may differ
@@ -170,8 +178,8 @@ class Shard:
             raise DataError(f"shard {self.shown} can be read only once: it needs data.cache_gb above 0")
         index = stored_index(file, truncated=truncated)
         if index is None:
-            members = tar_files_of(self.shown, RangedBytes(file))
-            index = index_of_members(self.shown, members, truncated=truncated)
+            members = list_tar_content(self.shown, RangedBytes(file))
+            index = index_members(self.shown, members, truncated=truncated)
             keep_index(file, index)
         return index
 
@@ -219,7 +227,8 @@ class OpenShards(ABC, Generic[S]):
         if self._open_in != os.getpid():  # forked
             self._forget_open()
         with self._open_lock:
-            if (opened := self._open.get(index)) is not None:
+            opened = self._open.get(index)
+            if opened is not None:
                 self._open.move_to_end(index)
                 return opened
         opened = self._new_shard(index)

@@ -35,13 +35,13 @@ from clipkit.samples.folders import (
     images_below,
     is_hidden,
 )
-from clipkit.samples.image_folder import FolderSamples, find_captions, metadata_of
+from clipkit.samples.image_folder import FolderSamples, find_captions, find_metadata_table
 from clipkit.samples.remote import (
     HUB_FORM,
     ShardCache,
     ShardFile,
     Unreachable,
-    describe,
+    describe_files,
     is_remote,
     list_entries,
     read_text,
@@ -172,8 +172,9 @@ def _open_tables(source: Source, options: OpenOptions) -> Samples:
         raise DataError(
             f"{source.files[0].shown} is a table in a store: download it, and the images that it lists"
         )
-    tables = [
-        Table(
+    tables = []
+    for file in source.files:
+        table = Table(
             Path(file.url),
             image_column=options.image_column,
             caption_column=options.caption_column,
@@ -182,8 +183,7 @@ def _open_tables(source: Source, options: OpenOptions) -> Samples:
             encoded=True,
             others=options.others,
         )
-        for file in source.files
-    ]
+        tables.append(table)
     return TableSamples(tables, group=options.group)
 
 
@@ -248,6 +248,26 @@ def find_source(source: str, *, split: str = "train") -> Source:
             names = f"{FORMATS[first.format].name} and {FORMATS[other.format].name}"
             raise DataError(f"{source[:200]!r} has {names}: name them as separate sources")
     return _merge(sources, source)
+
+
+def find_splits(folder: Path) -> dict[str, Source]:
+    """Return the tables or images of each split; {} if names of files or folders do not state the splits.
+
+    Folders without captions are splits only if no other folder has images: they may be classes called train.
+    """
+    splits: dict[str, Source] = {}
+    for split in SPLIT_NAMES:
+        with suppress(MissingSplit):
+            source = find_source(str(folder), split=split)
+            if not source.split or source.format == "shards":
+                return {}
+            splits[split] = source
+    folders = [source.folder for source in splits.values() if source.folder is not None]
+    if not all(map(has_captions, folders)):
+        for other in _folders_in(folder):
+            if other not in folders and next(images_below(other), None) is not None:
+                return {}
+    return splits
 
 
 def find_sources(source: str) -> list[Source]:
@@ -320,7 +340,7 @@ def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
             "as {00000..00010}.tar"
         )
     if is_pipe or "{" in source or path.lower().endswith(_SUFFIXES):
-        yield describe(list(expand_braces(source)))
+        yield describe_files(list(expand_braces(source)))
     else:
         yield (path if source.startswith("http") else source).rstrip("/")
 
@@ -387,7 +407,7 @@ def find_split(
         if inside:
             location = join_place(folder, inside)
             files, folders = _list(location, suffixes)
-        inner = folder_of_split([join_place(location, name) for name in folders], split)
+        inner = find_split_folder([join_place(location, name) for name in folders], split)
         by_split = {} if inner is None else _group_by_split(inner, _list(inner, suffixes)[0])
         matches = next(iter(by_split.values()), [])
         if not matches:
@@ -416,7 +436,8 @@ def find_split(
             raise
         except DataError:  # there is no such branch, or no such split in it
             pass
-    if names := sorted(filter(None, splits)):
+    names = sorted(filter(None, splits))
+    if names:
         raise MissingSplit(
             f"{redact_url(str(folder))} has no split {split!r}, only {', '.join(names[:_SHOWN])}"
         )
@@ -457,8 +478,9 @@ def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]
     """Return the tars 0.tar to N-1.tar on a web server that does not list folders, if ``nshards.txt`` states N."""
     if isinstance(folder, str) and folder.startswith(("http://", "https://")):
         for location in (*(f"{folder}/{name}" for name in _names_of(split)), folder):
-            if count := _stated_count(location):
-                files = describe([f"{location}/{i}.tar" for i in range(count)])
+            count = _stated_count(location)
+            if count:
+                files = describe_files([f"{location}/{i}.tar" for i in range(count)])
                 return "" if location == folder else split, files
     return "", []
 
@@ -466,13 +488,17 @@ def _find_numbered(folder: Path | str, split: str) -> tuple[str, list[ShardFile]
 def _describe_parts(files: list[ShardFile]) -> list[ShardFile]:
     """Return files with their sizes, which a web server's listing does not state; check that no part is missing."""
     check_parts(file.shown for file in files)
-    return describe([file.url for file in files]) if files[0].size < 0 else files
+    if files[0].size < 0:
+        return describe_files([file.url for file in files])
+    return files
 
 
 def _group_by_split(folder: Path | str, files: Sequence[ShardFile]) -> dict[str, list[ShardFile]]:
     tars = [file for file in files if file.name.endswith(".tar")]
     if tars:
-        count = _stated_count(folder) if any(file.name == _COUNT for file in files) else None
+        count = None
+        if any(file.name == _COUNT for file in files):
+            count = _stated_count(folder)
         if count not in (None, len(tars)):
             raise DataError(
                 f"{redact_url(str(folder))} has {counted(len(tars), 'shard')}, but {_COUNT} says '{count}'"
@@ -519,7 +545,7 @@ def _names_of(split: str) -> tuple[str, ...]:
 P = TypeVar("P", Path, Path | str)
 
 
-def folder_of_split(
+def find_split_folder(
     folders: Iterable[P], split: str, holds: Callable[[P], object] = lambda _: True
 ) -> P | None:
     """Return the folder that is named like a split and satisfies ``holds``, if there is one."""
@@ -541,25 +567,28 @@ def _folders_in(folder: Path) -> list[Path]:
 
 def _find_in_folder(folder: Path, split: str) -> Source:
     folders = _folders_in(folder)
-    images = folder_of_split(folders, split)
+    images = find_split_folder(folders, split)
     if images is None and not any(path.name.lower() in SPLIT_WORDS for path in folders):
         images = folder
+    image_split = "" if images == folder else split
     try:
         name, files = find_split(folder, split)
-    except MissingSplit:
-        if images is not None and next(images_below(images), None) is not None:
-            return Source(format="images", folder=images)
-        raise
+    except MissingSplit as error:
+        if images is None or next(images_below(images), None) is None:
+            raise
+        if images == folder and not isinstance(error, NoFiles) and not has_captions(images):
+            raise  # the images are those that the tables of other splits list
+        return Source(format="images", folder=images, split=image_split)
     source = replace(_group_by_format(files)[0], split=name)
     if source.format == "table" and images is not None and has_captions(images):
-        return Source(format="images", folder=images)
+        return Source(format="images", folder=images, split=image_split)
     return source
 
 
 def has_captions(folder: Path) -> bool:
     """Whether a folder has images with captions in files beside them, or a table of them named metadata."""
     images = (path for path, _ in islice(images_below(folder), _EXAMINED))
-    return metadata_of(folder) is not None or find_captions(images) is not None
+    return find_metadata_table(folder) is not None or find_captions(images) is not None
 
 
 def _find_all_in_folder(folder: Path) -> list[Source]:

@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -39,12 +39,15 @@ class TableSamples(Samples):
 
     Attributes:
         image_column: column of the images; "" if there is none.
-        caption_column: column of the captions; "" if there is none.
+        caption_column, captions_from: column of the captions; "" if there is none.
+        left_out: columns of the first table that are not read, with the reason.
         others: names of the other columns of the first table; rows of JSON may have more.
         damage: why a table cannot be read to the end, otherwise "". The last sample has it as its cause.
         repeated: number of rows that are not the first of their image.
         other_images: number of these rows whose image is not that of the first, with ``group_by``.
     """
+
+    class_names: Mapping[str, str] = {}  # as of ``FolderSamples``
 
     def __init__(
         self,
@@ -57,6 +60,8 @@ class TableSamples(Samples):
         self.tables = tuple(tables)
         self.image_column = tables[0].image_column
         self.caption_column = tables[0].caption_column
+        self.captions_from = self.caption_column
+        self.left_out = tables[0].left_out
         self.others = list(tables[0].others)
         self.damage = ""
         self._options = {"group": group, "group_by": group_by}
@@ -117,7 +122,9 @@ class TableSamples(Samples):
         key = image
         if group_by is not None:
             value = json_value(row.others.get(group_by))
-            key = b"" if value in (None, "") else digest_key(json.dumps(value, sort_keys=True).encode())
+            key = b""
+            if value not in (None, ""):
+                key = digest_key(json.dumps(value, sort_keys=True).encode())
         self._rows.add(number, row, b"" if row.cause else key, image=image)
 
     def __reduce__(self) -> tuple[Any, ...]:

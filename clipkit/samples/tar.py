@@ -67,7 +67,7 @@ def sample_name(name: str) -> tuple[str, str] | None:
     return folder + slash + stem if folder else stem, extension.lower()
 
 
-def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
+def list_tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]:
     """Yield name, data offset and size of every regular file of a tar; supports GNU and PAX long names.
 
     Raises:
@@ -76,7 +76,7 @@ def tar_files(path: Path, *, called: str = "") -> Iterator[tuple[str, int, int]]
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
-        yield from tar_files_of(called or str(path), FileContent(file.fileno()), at_hand=True)
+        yield from list_tar_content(called or str(path), FileContent(file.fileno()), at_hand=True)
 
 
 class FileContent:
@@ -93,8 +93,8 @@ class FileContent:
         return os.pread(self._descriptor, part.stop - part.start, part.start)
 
 
-def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator[tuple[str, int, int]]:
-    """List a tar like ``tar_files``; ``shard`` is its name in messages.
+def list_tar_content(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator[tuple[str, int, int]]:
+    """List a tar like ``list_tar_files``; ``shard`` is its name in messages.
 
     Each header's size gives the position of the next one. Headers are read a few thousand at a time and then
     checked together before they are used; checking them one by one would take most of the time. If the content is
@@ -127,7 +127,9 @@ def tar_files_of(shard: str, tar: Content, *, at_hand: bool = False) -> Iterator
                 raise DataError(
                     f"shard {shard} is compressed: random access needs a plain tar, unpack it first"
                 )
-            what = "is not a tar file" if position == 0 else f"has a broken header at byte {position}"
+            what = "is not a tar file"
+            if position != 0:
+                what = f"has a broken header at byte {position}"
             raise _damaged(shard, what)
         if run.fault is not None:
             raise run.fault
@@ -200,7 +202,8 @@ def _scan(tar: Content, before: _Run) -> _Run | None:
     short = (lengths >= 0) & (lengths <= BLOCK) & (first < len(blocks))
     if short.any():
         content = blocks[first[short], : lengths[short].max()].tobytes()
-        if matches := [content.find(word) for word in _PAX_WORDS if word in content]:
+        matches = [content.find(word) for word in _PAX_WORDS if word in content]
+        if matches:
             short[np.flatnonzero(short)[min(matches) // (len(content) // int(short.sum())) :]] = False
     usual[is_pax] &= short
     count = len(at) if usual.all() else int(usual.argmin())
@@ -307,7 +310,8 @@ def _add_unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) ->
             if any(key.startswith("GNU.sparse.") for key in records):
                 raise DataError(sparse)
             name = records.get("path")
-            if (size_text := records.get("size")) is not None:
+            size_text = records.get("size")
+            if size_text is not None:
                 if run.long_size is not None or not _PAX_SIZE.fullmatch(size_text):
                     raise _damaged(shard, ambiguous)
                 run.extended = True
@@ -348,7 +352,8 @@ def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
         chunk = tar[start : min(far, start + _CHUNK)]
         if len(chunk) < min(far - start, _CHUNK):
             raise _truncated(shard, f"it stops at byte {start + len(chunk)}")
-        if rest := chunk.lstrip(b"\0"):
+        rest = chunk.lstrip(b"\0")
+        if rest:
             other = start + len(chunk) - len(rest)
             break
     zeros = other - position
@@ -404,7 +409,9 @@ def _octal(field: bytes) -> int | None:
     """Parse octal digits surrounded by spaces; 0 for an empty field, None if invalid."""
     digits = field.split(b"\0", 1)[0].strip(b" ")
     # int() alone would accept signs, underscores and prefixes
-    return None if digits.strip(b"01234567") else int(digits or b"0", 8)
+    if digits.strip(b"01234567"):
+        return None
+    return int(digits or b"0", 8)
 
 
 def _text(data: bytes) -> str:

@@ -85,7 +85,7 @@ class Decoding:
         """Describe the settings; "" for the defaults."""
         words = []
         if self.background is not None:
-            words.append(f"transparent images get the background {hex_of(self.background)}")
+            words.append(f"transparent images get the background {format_color(self.background)}")
         if self.upright:
             words.append("the EXIF orientation of images is applied")
         if self.pixel_range == "dtype":
@@ -122,7 +122,7 @@ class TraitCounts:
             setattr(self, name, getattr(self, name) + count)
 
     @property
-    def by_trait(self) -> dict[str, int]:
+    def counts_by_trait(self) -> dict[str, int]:
         """The number of images with each trait, by its name."""
         return {name: getattr(self, name) for name in Traits._fields}
 
@@ -156,7 +156,8 @@ class TraitCounts:
             ("frames", "several frames, of which the first is used"),
             ("cmyk", "CMYK colors, which are converted to RGB without a color profile"),
         ):
-            if count := getattr(self, name):
+            count = getattr(self, name)
+            if count:
                 have = "has" if count == 1 else "have"
                 lines[name] = f"{count:,} of {counted(self.images, 'image')} {have} {loss}"
         return lines
@@ -193,9 +194,11 @@ def is_rgb(values: object) -> TypeGuard[Color]:
     )
 
 
-def hex_of(color: Color | None) -> str:
+def format_color(color: Color | None) -> str:
     """Format a color as "#rrggbb", or "none"."""
-    return "none" if color is None else "#{:02x}{:02x}{:02x}".format(*color)
+    if color is None:
+        return "none"
+    return "#{:02x}{:02x}{:02x}".format(*color)
 
 
 def is_transparent(image: "Image") -> bool:
@@ -203,7 +206,7 @@ def is_transparent(image: "Image") -> bool:
     if (image.mode == "P" and image.palette is None) or not image.has_transparency_data:
         return False
     try:
-        low, _ = alpha_of(image).getextrema()
+        low, _ = get_alpha(image).getextrema()
     # a transparent color that does not match the mode, which Pillow ignores too
     except (TypeError, ValueError):
         return False
@@ -211,7 +214,7 @@ def is_transparent(image: "Image") -> bool:
     return low < 255
 
 
-def alpha_of(image: "Image") -> "Image":
+def get_alpha(image: "Image") -> "Image":
     """Return the opacity of an image, mode L."""
     import numpy as np
     from PIL import Image
@@ -243,7 +246,7 @@ def align_transparent_color(image: "Image") -> None:
         image.info["transparency"] = tuple(channel >> 8 for channel in color)
 
 
-def flattened(image: "Image", background: Color) -> "Image":
+def blend_onto(image: "Image", background: Color) -> "Image":
     """Composite an image of 8 bits per channel onto a background color; the result has mode RGB."""
     from PIL import Image
 
@@ -252,7 +255,7 @@ def flattened(image: "Image", background: Color) -> "Image":
     return Image.alpha_composite(ground, image.convert("RGBA")).convert("RGB")
 
 
-def orientation_of(image: "Image") -> int:
+def read_orientation(image: "Image") -> int:
     """Return the EXIF orientation, 1 to 8; 1 if upright or the tag is damaged."""
     if image.format == "TIFF":  # Pillow applies it on loading
         return 1
@@ -267,7 +270,9 @@ def upright_image(image: "Image", orientation: int) -> "Image":
     """Apply an EXIF orientation to an image."""
     from PIL.Image import Transpose
 
-    return image.transpose(Transpose[_TRANSPOSE[orientation]]) if orientation != 1 else image
+    if orientation != 1:
+        return image.transpose(Transpose[_TRANSPOSE[orientation]])
+    return image
 
 
 def upright_array(pixels: "npt.NDArray[Any]", orientation: int) -> "npt.NDArray[Any]":

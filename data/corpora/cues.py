@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from data.corpora.fonts import FACES, HELD_OUT, Glyph, glyphs_of, rasterize
+from data.corpora.fonts import FACES, HELD_OUT, Glyph, list_glyphs, rasterize
 from data.shards.writer import DatasetWriter, Record
 
 REVISION = "1"  # changes whenever the images do
@@ -82,7 +82,7 @@ def _crop_digits(digit: str, *, held_out: bool) -> list[Image.Image]:
         glyph
         for face in FACES
         if (face.family in HELD_OUT) == held_out
-        for glyph in glyphs_of(face)
+        for glyph in list_glyphs(face)
         if glyph.character == glyph.draw == digit
     ]
     images = [Image.fromarray(rasterize(glyph)) for glyph in glyphs]

@@ -110,11 +110,11 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
     codes = _codes_by_name(sources, concepts)
     counts: dict[str, int] = {}
     records: list[tuple[str, Record]] = []
-    drawings = [
-        (artist, *drawing)
-        for artist, package in sources.items()
-        for drawing in _drawings(package, codes, concepts)
-    ]
+    drawings = []
+    for artist, package in sources.items():
+        for drawing in _drawings(package, codes, concepts):
+            code, content = drawing
+            drawings.append((artist, code, content))
     images = map(_render_png, (content for *_, content in drawings))
     images_with_bar = track(
         images,
@@ -148,10 +148,9 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
         counts[artist] = counts.get(artist, 0) + 1
     for split, record in sorted(records, key=lambda one: one[1].key):
         writer.write(split, record)
-    names = {
-        language: [concept.names.get(language, concept.names["en"]) for concept in concepts.values()]
-        for language in LANGUAGES
-    }
+    names = {}
+    for language in LANGUAGES:
+        names[language] = [concept.names.get(language, concept.names["en"]) for concept in concepts.values()]
     text = json.dumps(names, ensure_ascii=False, indent=0)
     writer.extra_file("names.json").write_text(text + "\n", encoding="utf-8")
     card = {
@@ -257,7 +256,10 @@ def _concepts(package: _Package) -> Iterator[Concept]:
     for code, (name, _) in tables["en"].items():
         if kinds[code] != "component" and name not in seen:
             seen.add(name)
-            entries = {language: table[code] for language, table in tables.items() if code in table}
+            entries = {}
+            for language, table in tables.items():
+                if code in table:
+                    entries[language] = table[code]
             yield Concept(
                 code=code,
                 group=kinds[code],

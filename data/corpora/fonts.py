@@ -143,7 +143,7 @@ def font_folder() -> Path:
 
 
 @cache
-def glyphs_of(face: Face) -> tuple[Glyph, ...]:
+def list_glyphs(face: Face) -> tuple[Glyph, ...]:
     """Return the glyphs of a face that the dataset may contain, in the order of their codes."""
     from fontTools import agl  # type: ignore[import-untyped]
     from fontTools.ttLib import TTFont  # type: ignore[import-untyped]
@@ -154,7 +154,9 @@ def glyphs_of(face: Face) -> tuple[Glyph, ...]:
     for code, name in sorted(names.items()):
         # Computer Modern's files use TeX's encodings: the glyph's name is correct, its code is not
         truth = _OLD_STYLE.get(name) or (agl.toUnicode(name) if face.file.startswith("cm") else chr(code))
-        title = unicodedata.name(truth, "") if len(truth) == 1 and name != ".notdef" else ""
+        title = ""
+        if len(truth) == 1 and name != ".notdef":
+            title = unicodedata.name(truth, "")
         if (
             not 1 <= len(title.split()) <= 7
             or not any(first <= ord(truth) <= last for first, last in _BLOCKS)

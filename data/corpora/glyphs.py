@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from clipkit.errors import DataError
 from clipkit.files import CountProgress, end_with_parent
-from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, glyphs_of
+from data.corpora.fonts import FACES, HELD_OUT, LICENSES, PRUNED, Glyph, list_glyphs
 from data.shards.writer import DatasetWriter, Record
 
 # --------------------------------------------------------------------------------------------------------------
@@ -120,7 +120,9 @@ def write_caption(
         before += styles if rng.random() < 0.6 else [styles[int(rng.integers(len(styles)))]]
     phrase = " ".join([*before, phrase])
     # by sound: "an 8", "an uppercase a", but "a union"
-    article = "an" if phrase[0] in "aeio8" or phrase.startswith(("up", "un ")) else "a"
+    article = "a"
+    if phrase[0] in "aeio8" or phrase.startswith(("up", "un ")):
+        article = "an"
     caption = _pick(rng, _PHRASES).format(p=phrase, a=article)
     return ", ".join([caption, *after])
 
@@ -171,11 +173,11 @@ def make(
             f"cannot make {samples} glyphs of {size} pixels from seed {seed}: "
             "samples must be 1 or more, size 16 to 512, seed 0 or more"
         )
-    chunks = [
-        _Chunk(split=split, start=start, count=min(_CHUNK, total - start), size=size, seed=seed)
-        for split, total in (("train", samples), ("test", _TEST_VIEWS * len(_held_out())))
-        for start in range(0, total, _CHUNK)
-    ]
+    chunks = []
+    for split, total in (("train", samples), ("test", _TEST_VIEWS * len(_held_out()))):
+        for start in range(0, total, _CHUNK):
+            count = min(_CHUNK, total - start)
+            chunks.append(_Chunk(split=split, start=start, count=count, size=size, seed=seed))
     with DatasetWriter(out) as writer:
         for chunk, records in _generate(chunks, processes or os.cpu_count() or 1, progress=progress):
             for record in records:
@@ -291,14 +293,18 @@ class _Pool:
 def _pools() -> dict[str, _Pool]:
     pools = {kind: _Pool() for kind in _KINDS}
     for face in FACES:
-        for glyph in glyphs_of(face) if face.family not in HELD_OUT else ():
+        if face.family in HELD_OUT:
+            continue
+        for glyph in list_glyphs(face):
             kind = character_name(glyph.character).split()[0]
             if glyph.character in string.digits:
                 kind = "digit"
             elif glyph.character in string.ascii_letters:
                 kind = "letter"
             elif kind not in ("latin", "greek", "cyrillic"):
-                kind = "punctuation" if unicodedata.category(glyph.character)[0] == "P" else "symbol"
+                kind = "symbol"
+                if unicodedata.category(glyph.character)[0] == "P":
+                    kind = "punctuation"
             pools[kind].add(glyph)
     return pools
 
@@ -309,7 +315,7 @@ def _held_out() -> tuple[Glyph, ...]:
         glyph
         for face in FACES
         if face.family in HELD_OUT
-        for glyph in glyphs_of(face)
+        for glyph in list_glyphs(face)
         if glyph.character in CLASS_CHARACTERS and glyph.draw == glyph.character
     )
 

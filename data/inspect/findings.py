@@ -272,6 +272,7 @@ class Findings:
     """The result of an inspection.
 
     Attributes:
+        split: which files of dataset folders were read, besides those that state no split.
         decoding: how transparency and orientation were handled.
         max_bad: fraction of bad samples above which training stops.
         batch_size: assumed pairs per step over all GPUs.
@@ -282,6 +283,7 @@ class Findings:
     """
 
     sources: tuple[str, ...]
+    split: str
     image_size: int
     context_length: int
     decoding: Decoding

@@ -71,7 +71,9 @@ def _fraction(part: int, total: int) -> str:
 
 def _format_count(value: float, is_exact: bool) -> str:
     """Return a count; an estimate with three significant digits."""
-    return f"{value:,.0f}" if is_exact else f"about {float(f'{value:.3g}'):,.0f}"
+    if is_exact:
+        return f"{value:,.0f}"
+    return f"about {float(f'{value:.3g}'):,.0f}"
 
 
 def _name(url: str) -> str:
@@ -114,9 +116,14 @@ def parts(findings: Findings) -> list[Part]:
 def _shard_rows(findings: Findings) -> list[Row]:
     shards = findings.shards
     filtered = findings.filtered
-    rows = [Row("shards", [f"{counted(shards.count, 'tar file')}, {format_bytes(shards.bytes)}"])]
+    rows = [
+        Row("split", [f"{printable(findings.split, 60)}, and files that state no split"]),
+        Row("shards", [f"{counted(shards.count, 'tar file')}, {format_bytes(shards.bytes)}"]),
+    ]
     samples = _format_count(shards.samples, shards.samples_known)
-    more = " pairs of image and caption" if shards.samples_known else "; python -m data index counts all"
+    more = "; python -m data index counts all"
+    if shards.samples_known:
+        more = " pairs of image and caption"
     rows.append(Row("samples", [f"{samples}{more}"]))
     is_exact = shards.samples_known
     if filtered is not None:
@@ -133,7 +140,9 @@ def _shard_rows(findings: Findings) -> list[Row]:
         Row("one epoch", [f"{steps_text} of {findings.batch_size:,} samples (--batch-size sets the batch)"])
     )
     if shards.looked_into < shards.count or shards.beginnings:
-        first = f"; only the first samples of {shards.beginnings:,}" if shards.beginnings else ""
+        first = ""
+        if shards.beginnings:
+            first = f"; only the first samples of {shards.beginnings:,}"
         rows.append(Row("scanned", [f"{shards.looked_into:,} of {shards.count:,}, spread evenly{first}"]))
     broken = [f"{_name(each.shard)}: {printable(each.cause, 160)}" for each in shards.broken[:_BROKEN_SHOWN]]
     if len(shards.broken) > _BROKEN_SHOWN:
@@ -158,10 +167,14 @@ def _member_rows(names: Names) -> list[Row]:
 
 def _field_rows(findings: Findings) -> list[Row]:
     fields = findings.fields
-    spread = "" if findings.all_read else ", among evenly spread samples"
+    spread = ", among evenly spread samples"
+    if findings.all_read:
+        spread = ""
     rows = [Row("samples with json", [_fraction(fields.with_json, fields.read) + spread])]
     for field in fields.fields:
-        part = "" if field.count == fields.read else f", in {_percent(field.count, fields.read)}"
+        part = ""
+        if field.count != fields.read:
+            part = f", in {_percent(field.count, fields.read)}"
         rows.append(Row(printable(field.name, 60), [f"{field.kind}{part}: {printable(field.values, 160)}"]))
     return rows
 
@@ -215,7 +228,9 @@ def _image_rows(findings: Findings) -> list[Row]:
             rows.append(Row(_TRAITS.get(trait, trait), [line]))
     rows += [_deep_row(deep, findings.decoding) for deep in images.deep]
     groups = [" = ".join(map(_format_place, group)) for group in images.same_groups]
-    same = f"{images.same:,} images:" if images.same else "none among the decoded images"
+    same = "none among the decoded images"
+    if images.same:
+        same = f"{images.same:,} images:"
     rows.append(Row("identical files", [same, *groups]))
     return rows
 
@@ -256,7 +271,8 @@ def _shard_notes(findings: Findings) -> Iterator[Note]:
             "rejects them: download them again or remove them",
             grave=True,
         )
-    if truncated := sum(shard.truncated for shard in shards.broken):
+    truncated = sum(shard.truncated for shard in shards.broken)
+    if truncated:
         line = f"{counted(truncated, 'truncated shard')}: data.truncated=use trains on the intact part"
         yield Note(line, grave=True)
     if shards.missing_count:
@@ -289,7 +305,12 @@ def _sample_notes(findings: Findings) -> Iterator[Note]:
             grave=True,
         )
     for unknown in captions.unknown:
-        yield Note(f"data.captions: {printable(unknown, 1000)}")
+        yield Note(f"--captions: {printable(unknown, 1000)}")
+    if captions.repeated > captions.read / 2:
+        yield Note(
+            f"{_fraction(captions.repeated, captions.read)} captions repeat another one, and are negatives in a "
+            "batch unless loss.same=positives (or ignored) is set"
+        )
 
 
 def _image_notes(findings: Findings) -> Iterator[Note]:
@@ -297,7 +318,9 @@ def _image_notes(findings: Findings) -> Iterator[Note]:
     held_out = findings.held_out
     decoding = findings.decoding
     if held_out is not None and held_out.trained_on:
-        among = "the train split" if findings.all_decoded else "the part of the train split that was read"
+        among = "the part of the train split that was read"
+        if findings.all_decoded:
+            among = "the train split"
         yield Note(
             f"{held_out.trained_on:,} of {counted(held_out.read, 'image')} of the test split are identical to "
             f"images of {among}: scores on them measure memorization",
@@ -309,7 +332,9 @@ def _image_notes(findings: Findings) -> Iterator[Note]:
         if channels in (1, decoding.channels) and not lacks_range:
             continue
         have = "has" if deep.count == 1 else "have"
-        what = "more than 8 bits per channel" if channels in (1, 3) else f"{channels} channels"
+        what = "more than 8 bits per channel"
+        if channels not in (1, 3):
+            what = f"{channels} channels"
         line = f"{deep.count:,} of {counted(images.read, 'image')} {have} {what}, at which training stops"
         yield Note(f"{line}: set {deep.settings}", grave=True)
     lines = images.traits.lines(decoding, background="pixels.background=white", upright="pixels.upright=true")
@@ -320,7 +345,7 @@ def _image_notes(findings: Findings) -> Iterator[Note]:
 # The HTML page and the terminal
 
 
-def page_of(findings: Findings) -> str:
+def render_page(findings: Findings) -> str:
     """Render the findings as one self-contained HTML page."""
     environment = templates(Path(__file__).with_name("templates"))
     environment.filters |= {"plain": printable, "base64": lambda data: base64.b64encode(data).decode()}
@@ -372,6 +397,6 @@ def run_inspect(options: InspectOptions) -> int:
     if options.json is not None:
         write_page(options.json, json.dumps(findings.to_dict(), ensure_ascii=False, indent=1) + "\n")
     if options.html is not None:
-        write_page(options.html, page_of(findings))
+        write_page(options.html, render_page(findings))
         print(f"\nwrote {printable(str(options.html))}")
     return 0

@@ -344,7 +344,10 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
     traits.add(*(image.traits for image in images))
     traits_at: dict[str, tuple[Place, ...]] = {}
     for name in Traits._fields:
-        having = [place for image, place in zip(images, places, strict=True) if getattr(image.traits, name)]
+        having = []
+        for image, place in zip(images, places, strict=True):
+            if getattr(image.traits, name):
+                having.append(place)
         traits_at[name] = tuple(having[:FIRST_PLACES])
     # by number of channels
     deep: defaultdict[int, list[DeepValues]] = defaultdict(list)
@@ -352,7 +355,10 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
         if image.deep is not None:
             deep[len(image.deep.extrema)].append(image.deep)
     equal = group_equal([image.digest for image in images])
-    groups = [tuple(places[i] for i in group[:_SHOWN_PER_GROUP]) for group in equal[:_GROUPS_SHOWN]]
+    groups = []
+    for group in equal[:_GROUPS_SHOWN]:
+        first = group[:_SHOWN_PER_GROUP]
+        groups.append(tuple(places[i] for i in first))
     return Images(
         read=len(images),
         formats=dict(Counter(image.format for image in images).most_common()),

@@ -16,15 +16,15 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.files import CountProgress
 from clipkit.samples import (
-    IMAGE_EXTENSIONS,
+    IMAGE_MEMBERS,
     OpenShards,
     Shard,
     ShardIndex,
     TruncatedError,
-    index_of_members,
+    index_members,
     is_json,
+    list_tar_content,
     stored_index,
-    tar_files_of,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, read_range
 from data.inspect.findings import Broken, Member, Names, ShardsFound
@@ -121,8 +121,8 @@ class ShardSurvey(OpenShards[Shard]):
         truncated = self.selection.truncated
         is_large = file.is_remote and self.cache is None and file.size > _BEGINNING
         if is_large and scan.beginning is None and stored_index(file, truncated=truncated) is None:
-            members = tar_files_of(file.shown, read_range(file, 0, _BEGINNING))
-            scan.beginning = index_of_members(file.shown, members, truncated="use")
+            members = list_tar_content(file.shown, read_range(file, 0, _BEGINNING))
+            scan.beginning = index_members(file.shown, members, truncated="use")
         return Shard(file, self.cache, truncated=truncated, index=scan.beginning)
 
     def _new_shard(self, index: int) -> Shard:
@@ -145,8 +145,12 @@ class ShardSurvey(OpenShards[Shard]):
             file = next(scan.file for scan in self.scans if scan.census is not None)
             return nothing_usable(censuses, file, self.selection, self.cache)
         first = self.scans[0]
-        more = f" (and {len(self.scans) - 1} more are unreadable)" if len(self.scans) > 1 else ""
-        hint = "; data.truncated=use trains on the intact part" if first.truncated else ""
+        more = ""
+        if len(self.scans) > 1:
+            more = f" (and {len(self.scans) - 1} more are unreadable)"
+        hint = ""
+        if first.truncated:
+            hint = "; data.truncated=use trains on the intact part"
         return f"{first.cause}{more}{hint}"
 
     def summarize_shards(self) -> ShardsFound:
@@ -190,7 +194,9 @@ class ShardSurvey(OpenShards[Shard]):
         members = []
         for name, count in counts.most_common(_MOST_MEMBERS):
             used_as = self._find_use(name)
-            kind = "" if used_as else suggest_setting(self._first_content(name))
+            kind = ""
+            if not used_as:
+                kind = suggest_setting(self._first_content(name))
             setting = f"data.{kind}={name}" if kind else ""
             members.append(
                 Member(name=name, count=count, repeated=repeated[name], used_as=used_as, setting=setting)
@@ -203,11 +209,13 @@ class ShardSurvey(OpenShards[Shard]):
         )
 
     def _find_use(self, member: str) -> str:
-        if member == self.selection.image or (member in IMAGE_EXTENSIONS and not self.selection.image):
+        if member == self.selection.image or (member in IMAGE_MEMBERS and not self.selection.image):
             return "image"
         if is_json(member):
             return "json"
-        return "caption" if member in self.selection.captions.members([member]) else ""
+        if member in self.selection.captions.members([member]):
+            return "caption"
+        return ""
 
     def _first_content(self, member: str) -> bytes:
         for index, scan in enumerate(self.scans):
@@ -240,7 +248,10 @@ def missing_numbers(urls: Iterable[str]) -> tuple[list[str], int]:
     ranges: list[str] = []
     count = 0
     for numbers in series.values():
-        gaps = [(low + 1, high - 1) for low, high in pairwise(sorted(numbers)) if high - low > 1]
+        gaps = []
+        for low, high in pairwise(sorted(numbers)):
+            if high - low > 1:
+                gaps.append((low + 1, high - 1))
         missing = sum(last - first + 1 for first, last in gaps)
         if missing > _SPARSE * len(numbers):
             continue

@@ -63,7 +63,10 @@ def summarize_captions(samples: Sequence[Sample], unknown: tuple[str, ...]) -> C
     for start in range(0, len(captions), _TOKENIZED):
         counts += token_counts(captions[start : start + _TOKENIZED])
     by_text = Counter(captions)
-    frequent = [(text[:_CHARACTERS], count) for text, count in by_text.most_common(_FREQUENT) if count > 1]
+    frequent = []
+    for text, count in by_text.most_common(_FREQUENT):
+        if count > 1:
+            frequent.append((text[:_CHARACTERS], count))
     return Captions(
         read=len(counts),
         tokens=Histogram.of("tokens per caption", counts, _TOKEN_EDGES),
@@ -135,7 +138,8 @@ class FieldSurvey:
         """Add the fields of a sample's json; None for a sample without a readable one."""
         self._read += 1
         self._with_json += meta is not None
-        if reason := self._selection.refuses(meta or {}):
+        reason = self._selection.refuses(meta or {})
+        if reason:
             self._left_out[reason] += 1
         else:
             self._passed += 1
@@ -244,6 +248,7 @@ def inspect(
         held_out = _compare_test_split(options.sources, selection, good, options.samples)
     return Findings(
         sources=tuple(map(redact_url, options.sources)),
+        split=options.split,
         image_size=options.image_size,
         decoding=decoding,
         context_length=CONTEXT_LENGTH,

@@ -115,7 +115,8 @@ def run_score(options: ScoreOptions) -> int:
             print(line, file=sys.stderr)
         trained = {shard.table: shard for shard in encoded[: len(shards)]}  # of equal shards the last
         evaluated = {shard.table: shard for shard in encoded[len(shards) :]}
-        if same := len(shards) - len(trained):
+        same = len(shards) - len(trained)
+        if same:
             print(f"note: {same:,} of {len(shards):,} shards have the content of others; remove them")
         compared = [[table.name for table in part] for part in (trained, evaluated)]
         which = f"{identity} {compared} {options.threshold} {options.duplicates}"
@@ -317,7 +318,8 @@ def _find_matches(
     """
 
     def blocks() -> Iterator[npt.NDArray[Any]]:
-        for shard in shards[:-1] if group is not None else shards:
+        complete = shards if group is None else shards[:-1]
+        for shard in complete:
             yield from shard.blocks()
         if group is not None:
             for _, block in zip(range(group), shards[-1].blocks(), strict=False):

@@ -90,10 +90,16 @@ def write_filters(
     import pyarrow.parquet as pq
 
     there = pq.read_schema(tables[0]).names
-    flags = [f"{PREFIX}{name} = false" for name in ("duplicate", "contaminated") if name in there]
+    flags = []
+    for name in ("duplicate", "contaminated"):
+        if name in there:
+            flags.append(f"{PREFIX}{name} = false")
     texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
     filters, _ = parse_scored_filters(texts, name)
-    presets = {text: PRESETS[text.removeprefix(PRESET).strip()] for text in texts if text.startswith(PRESET)}
+    presets = {}
+    for text in texts:
+        if text.startswith(PRESET):
+            presets[text] = PRESETS[text.removeprefix(PRESET).strip()]
     effects = [_Effect(filter_) for filter_ in filters]
     for effect in effects:  # edges of histograms
         columns = (pq.read_table(path, columns=[effect.column]).column(0) for path in tables)

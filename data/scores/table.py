@@ -95,7 +95,8 @@ def scores_folder() -> Path:
 def find_scores(folder: Path, index: ShardIndex) -> Path | None:
     """Return the file of a shard, None if it has no scores."""
     for name in (f"{index.digest}-{index.content}.parquet", f"{index.digest}-.parquet"):
-        if (path := folder / name).is_file():
+        path = folder / name
+        if path.is_file():
             return path
     if not index.content:  # this index was read over the network, without the content
         paths = list(folder.glob(f"{index.digest}-*.parquet"))
@@ -191,7 +192,8 @@ def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[fl
     """
     filters = []
     for text in [part for name in texts for part in _expand_preset(name)]:
-        if match := _TOP.fullmatch(text):
+        match = _TOP.fullmatch(text)
+        if match:
             permille = round(float(match[1]) * 10)
             if not 0 < permille < PERMILLE:
                 raise ConfigError(f"filter {text!r}: expected more than 0% and less than 100%")

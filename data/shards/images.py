@@ -21,9 +21,9 @@ from clipkit.samples import (
     Color,
     Decoding,
     PixelRangeError,
+    blend_onto,
     decode_jpeg,
     describe_unreadable,
-    flattened,
     has_deep_colors,
     image_format,
     is_beyond_png,
@@ -31,7 +31,7 @@ from clipkit.samples import (
     is_transparent,
     jpeg_orientation,
     jpeg_size,
-    orientation_of,
+    read_orientation,
     read_values,
     readable_formats,
     refuse_deep_alpha,
@@ -43,7 +43,7 @@ from clipkit.samples import (
 MAX_PIXELS = 100_000_000
 _QUALITY = 95  # of JPEG and WebP
 _AS_IS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp", "HEIF": "heic"}
-_BEYOND_PILLOW = {"DICOM": "dcm", "NPY": "npy", "NPZ": "npz", "TIFF": "tif"}
+_BEYOND_PILLOW = {"DICOM": "dcm", "NPY": "image.npy", "NPZ": "image.npz", "TIFF": "tif"}
 ResizeMode = Literal["keep_ratio", "keep_ratio_largest", "center_crop", "border"]
 RESIZE_MODES: tuple[ResizeMode, ...] = get_args(ResizeMode)
 
@@ -115,7 +115,8 @@ class StoredImage:
 
     Attributes:
         data: the encoded image.
-        extension: "jpg", "png", "webp" or "heic", "tif" for values that PNG cannot store, "dcm", "npy" or "npz".
+        extension: "jpg", "png", "webp" or "heic", "tif" for values that PNG cannot store, "dcm",
+            "image.npy" or "image.npz".
         size: width and height of the stored image in pixels.
         original_size: width and height of the image in the file, rotated upright unless the orientation is kept.
         upright: whether the file has no EXIF orientation other than upright.
@@ -143,7 +144,8 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     try:
         if how.resize is not None and (stored := _resize_jpeg(data, how)) is not None:
             return stored
-        if (bands := read_values(data, Decoding())) is not None:
+        bands = read_values(data, Decoding())
+        if bands is not None:
             return _store_as_is(bands, data, how)
         with Image.open(io.BytesIO(data), formats=readable_formats(data)) as image:
             return _store_opened(image, data, how)
@@ -168,14 +170,16 @@ def _resize_jpeg(data: bytes, how: Storing) -> StoredImage | None:
     height, width = size
     if orientation >= 5:
         height, width = width, height
-    if (target := how.resize.target(width, height)) is None:
+    target = how.resize.target(width, height)
+    if target is None:
         return None
     import simplejpeg
     import torch
 
     # decode at a half, a quarter or an eighth if at least twice the target size remains
     reduce = max(by for by in (1, 2, 4, 8) if by == 1 or min(width / target[0], height / target[1]) >= 2 * by)
-    if (pixels := decode_jpeg(data, reduce=reduce)) is None:
+    pixels = decode_jpeg(data, reduce=reduce)
+    if pixels is None:
         return None
     # torch's fast kernel for bytes takes a batch with channels last
     tensor = torch.from_numpy(upright_array(pixels, orientation)[None]).permute(0, 3, 1, 2)  # (1, 3, H, W)
@@ -183,7 +187,8 @@ def _resize_jpeg(data: bytes, how: Storing) -> StoredImage | None:
         tensor, size=(target[1], target[0]), mode="bicubic", align_corners=False, antialias=True
     )
     array = tensor[0].permute(1, 2, 0).numpy()  # (H, W, 3)
-    if (box := how.resize.box(*target)) is not None:
+    box = how.resize.box(*target)
+    if box is not None:
         left, top, right, bottom = box
         if how.resize.mode == "center_crop":
             array = array[top:bottom, left:right]
@@ -224,7 +229,7 @@ def _store_opened(image: Image.Image, data: bytes, how: Storing) -> StoredImage:
     refuse_deep_alpha(image)
     deep = is_deep(image)
     extension = _AS_IS.get(image.format or "")
-    orientation = orientation_of(image)
+    orientation = read_orientation(image)
     rotate = orientation != 1 and not how.keep_orientation
     original = (image.height, image.width) if rotate and orientation >= 5 else image.size
     target = how.resize.target(*original) if how.resize else None
@@ -274,7 +279,9 @@ def _transform_image(
             "deep, signed or float grayscale that cannot be changed without loss: convert it first, or pack it "
             "unchanged"
         )
-    profile = image.info.get("icc_profile") if image.mode in ("L", "LA", "P", "RGB", "RGBA") else None
+    profile = None
+    if image.mode in ("L", "LA", "P", "RGB", "RGBA"):
+        profile = image.info.get("icc_profile")
     tags = Image.Exif()
     if deep and "transparency" in image.info:
         result.info["transparency"] = image.info["transparency"]
@@ -289,10 +296,11 @@ def _transform_image(
             result = result.convert("RGBA" if result.has_transparency_data else "RGB")
     if transparent and how.background is not None:
         profile = None if result.mode == "LA" else profile  # a profile for gray does not fit colors
-        result = flattened(result, how.background)
+        result = blend_onto(result, how.background)
     if target is not None and how.resize is not None:
         result = result.resize(target, Image.Resampling.BICUBIC, reducing_gap=2.0)
-        if (box := how.resize.box(*target)) is not None:
+        box = how.resize.box(*target)
+        if box is not None:
             if how.resize.mode == "border":
                 white = Image.new(result.mode, (how.resize.size,) * 2, (255,) * len(result.getbands()))
                 white.paste(result, (-box[0], -box[1]))

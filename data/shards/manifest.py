@@ -50,7 +50,7 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text, shard_cache
-from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, leaf_fields, listed
+from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, join_names, leaf_fields
 from data.options import IndexOptions
 from data.selection import OUTSIDE, SelectedShard, Selection
 
@@ -155,14 +155,14 @@ def reject_unknown_captions(
 
     def has_caption(members: Sequence[str], fields: Fields) -> bool:
         # an empty caption file is a bad sample, but not a wrong name
-        return any(name.lower() in members for name in rule.fields) or any(rule.by_field(fields))
+        return any(name.lower() in members for name in rule.fields) or any(rule.captions_by_field(fields))
 
     examined = _examine(opened, rule, cache, has_caption)
     if examined is not None:
         raise DataError(
-            f"none of {examined.samples:,} samples examined has a caption in {listed(rule.fields)} "
-            f"(data.captions); members: {list_members(examined.members)}; json fields with text: "
-            f"{listed(examined.texts) or 'none'}{_write_settings(examined.settings)}"
+            f"none of {examined.samples:,} samples examined has a caption in {join_names(rule.fields)} "
+            f"(data.captions or --captions); members: {list_members(examined.members)}; json fields with text: "
+            f"{join_names(examined.texts) or 'none'}{_write_settings(examined.settings)}"
         )
 
 
@@ -252,12 +252,14 @@ def suggest_members(shard: Shard, rule: CaptionRule, image: str = "") -> dict[st
 
 def _write_settings(settings: Mapping[str, str]) -> str:
     texts = []
+    options = []
     for name, member in settings.items():
         value = printable(member)
+        options.append(f"--{name} {value}")
         if "," in value:  # as a list is written on a command line
             value = f"'{json.dumps(value.split(','), separators=(',', ':'))}'"
         texts.append(f"data.{name}={value}")
-    return f": set {' '.join(texts)}" if texts else ""
+    return f": set {' '.join(texts)} (training) or {' '.join(options)} (commands)" if texts else ""
 
 
 # --------------------------------------------------------------------------------------------------------------

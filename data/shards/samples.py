@@ -87,15 +87,17 @@ class Shards(OpenShards[SelectedShard]):
         shard, within = self._position(sample_id)
         opened = self.open_shard(shard)
         row = opened.row(within)
-        names = opened.index.members(row)
+        layout = opened.index.find_layout(row)
+        names = layout[1]
         plan = self._plans.get(names)
         if plan is None:
             rule = self.selection.captions
             negatives = json_members([rule.negatives], names) if rule.negatives else []
             plan = [*dict.fromkeys([self.selection.image, *rule.members(names), *negatives])]
             self._plans[names] = plan
-        image, *texts = opened.read(row, plan)
-        members = {name: data for name, data in zip(plan[1:], texts, strict=True) if data is not None}
+        # only the image may be missing
+        members: dict[str, Any] = dict(zip(plan, opened.read(row, plan, layout=layout), strict=True))
+        image = members.pop(self.selection.image)
         return Sample(
             shard=opened.shown,
             key=opened.index.key(row),

@@ -104,7 +104,9 @@ class StoredRows:
     def origin(self) -> str:
         """Return model and sources in one line."""
         sources = self._manifest["sources"]
-        more = f" and {len(sources) - _SHOWN} more" if len(sources) > _SHOWN else ""
+        more = ""
+        if len(sources) > _SHOWN:
+            more = f" and {len(sources) - _SHOWN} more"
         return f"by {self._manifest.get('model')} from {', '.join(sources[:_SHOWN])}{more}"
 
     def command(self, shards: Sequence[str]) -> str:
@@ -158,7 +160,9 @@ class StoredRows:
             out[i] = unpacked(arrays[file][row : row + 1 or None])[0]
 
     def _mapped(self) -> list[npt.NDArray[Any]]:
-        for path, _ in self._files if not self._arrays else ():
+        if self._arrays:
+            return self._arrays
+        for path, _ in self._files:
             try:
                 array: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
             except (OSError, ValueError) as error:
@@ -292,7 +296,9 @@ class StoredFeatures:
 
     def describe(self) -> str:
         """Return number, model and sources of the features in one line."""
-        texts = f", {len(self._texts)} of texts" if self._texts is not None else ""
+        texts = ""
+        if self._texts is not None:
+            texts = f", {len(self._texts)} of texts"
         return f"{len(self._images)} stored features of images{texts}, {self._images.origin()}"
 
     def check(self, shards: Shards) -> None:
@@ -333,7 +339,9 @@ class StoredFeatures:
 
     def find(self, image: bytes, caption: str) -> FoundRow:
         """Find the features of a sample."""
-        text = self._texts.find(caption.encode()) if self._texts is not None else -1
+        text = -1
+        if self._texts is not None:
+            text = self._texts.find(caption.encode())
         return FoundRow(image=self._images.find(image), text=text)
 
     def read(self, matches: Sequence[FoundRow]) -> TeacherFeatures:

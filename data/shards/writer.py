@@ -26,16 +26,17 @@ import webdataset
 
 from clipkit.errors import DataError
 from clipkit.files import lock_output, sync_to_disk
-from clipkit.samples import ARRAY_EXTENSIONS, IMAGE_EXTENSIONS
+from clipkit.samples import IMAGE_MEMBERS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """One sample to be written: an encoded image with its caption, its label, or both.
 
-    ``key`` is a path without dots, because the extension starts at the first dot. An image with several
-    captions has the first as ``caption`` and all of them as "captions" in ``meta``, where evaluation expects them.
-    ``columns`` are the metadata columns that evaluation may group by.
+    ``key`` is a path without dots, because the extension starts at the first dot. ``extension`` is the name of the
+    member with the image, such as "jpg" or "image.npy". An image with several captions has the first as ``caption``
+    and all of them as "captions" in ``meta``, where evaluation expects them. ``columns`` are the metadata columns
+    that evaluation may group by.
     """
 
     key: str
@@ -49,8 +50,7 @@ class Record:
     def __post_init__(self) -> None:
         name = self.key.rpartition("/")[2]
         assert name and "." not in name, f"key {self.key!r} is empty or has a dot"
-        extensions = (*IMAGE_EXTENSIONS, *ARRAY_EXTENSIONS)
-        assert self.extension in extensions, f"extension {self.extension!r} is not of an image"
+        assert self.extension in IMAGE_MEMBERS, f"extension {self.extension!r} is not of an image"
 
     def members(self) -> dict[str, Any]:
         """Return the members of this sample for WebDataset's writer."""

@@ -106,7 +106,7 @@ def _open_samples(place: Path | str, name: str, options: OpenOptions) -> EvalDat
     files = files_of_split(name, place, options.split, (".tar", *PARQUET_SUFFIXES))
     cache = shard_cache([file.url for file in files], CACHE_GB)
     if cache is not None:
-        cache.prefetch(files, threads=_FETCHING)
+        cache.prefetch(files, threads=_FETCHING, were_counted=False)
     try:
         if not files[0].name.endswith(".tar"):
             return open_hugging_face(place, ParquetSamples(files, cache), name, split=options.split)

@@ -42,7 +42,7 @@ class FileSamples(Samples):
         states: dict[Path, ShardFile] = {}
         for path in dict.fromkeys(self.paths):
             try:
-                states[path] = ShardFile.of_status(str(path), path.stat())
+                states[path] = ShardFile.from_status(str(path), path.stat())
             except OSError as error:
                 raise DataError(f"image {path}: {error.strerror}") from error
         self.files = tuple(states.values())

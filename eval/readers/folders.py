@@ -16,8 +16,9 @@ from clipkit.samples import (
     SPLIT_WORDS,
     FolderSamples,
     MissingSplit,
-    caption_table_of,
-    folder_of_split,
+    find_caption_table,
+    find_split_folder,
+    find_splits,
     images_below,
     is_hidden,
     read_class_names,
@@ -41,12 +42,15 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     folders = _visible_folders(folder)
     splits: dict[str, Path] = {}
     for word in SPLIT_NAMES:
-        if (inner := folder_of_split(folders, word, _visible_folders)) is not None:
+        if (inner := find_split_folder(folders, word, _visible_folders)) is not None:
             splits[word] = inner
     if not splits:
+        tables = find_splits(folder)
+        if split in tables and tables[split].format == "table":
+            return open_table(Path(tables[split].files[0].url), name, split=split, is_whole_split=True)
         words = (split, "val") if split == TEST else (split,)
         for word in words:
-            inner = folder_of_split(folders, word, _is_captioned)
+            inner = find_split_folder(folders, word, _is_captioned)
             if inner is not None:
                 return replace(open_image_folder(inner, name), split=split)
     inside = _folder_of_split(folder, split, splits)
@@ -55,7 +59,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     subfolders = sorted({path.name for part in (inside, *splits.values()) for path in _visible_folders(part)})
     listed = read_class_names(folder, subfolders) or read_class_names(inside, subfolders)
     if len(subfolders) < 2 and listed is None:
-        table = caption_table_of(inside, image_column=None, caption_column=None)
+        table = find_caption_table(inside, image_column=None, caption_column=None)
         if table is not None:
             return replace(open_table(table, name), split=split)
         if samples.caption_file is not None:
@@ -125,7 +129,7 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
 
 
 def _is_captioned(folder: Path) -> bool:
-    table = caption_table_of(folder, image_column=None, caption_column=None)
+    table = find_caption_table(folder, image_column=None, caption_column=None)
     return table is not None or FolderSamples(folder).caption_file is not None
 
 

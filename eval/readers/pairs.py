@@ -42,8 +42,15 @@ def lists_captions(file: Path) -> bool:
     return "negative_caption" not in table.others
 
 
-def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
-    """Open a table of paths of images with captions or labels."""
+def open_table(file: Path, name: str, *, split: str = TEST, is_whole_split: bool = False) -> EvalDataset:
+    """Open a table of paths of images with captions or labels.
+
+    All rows belong to the split if ``is_whole_split``, because the name of the file states the split.
+
+    Raises:
+        MissingSplit: there is no such split.
+        DataError: the table cannot be read, or none of its images can be used.
+    """
     table = Table(file, image_column=None, caption_column=None, others=None)
     samples = TableSamples([table])
     if samples.damage:
@@ -51,7 +58,7 @@ def open_table(file: Path, name: str, *, split: str = TEST) -> EvalDataset:
     folders = {table.find_folder(row.path) for row in table if isinstance(row.path, str)}
     folders.discard(None)
     root = folders.pop() if len(folders) == 1 else None
-    return _open_pairs(samples, root or file.parent, file, name, split)
+    return _open_pairs(samples, root or file.parent, file, name, split, is_whole_split=is_whole_split)
 
 
 def open_captioned_folder(samples: FolderSamples, name: str) -> EvalDataset:
@@ -60,7 +67,13 @@ def open_captioned_folder(samples: FolderSamples, name: str) -> EvalDataset:
 
 
 def _open_pairs(
-    samples: TableSamples | FolderSamples, root: Path, source: Path, name: str, split: str
+    samples: TableSamples | FolderSamples,
+    root: Path,
+    source: Path,
+    name: str,
+    split: str,
+    *,
+    is_whole_split: bool = False,
 ) -> EvalDataset:
     """Bind captions, or labels; images without them, and missing files, are counted in the log."""
     files: list[Path] = []
@@ -77,7 +90,7 @@ def _open_pairs(
                 raise DataError("no caption")
             if not path.is_file():
                 raise DataError("missing file")
-            stated = read_split(fields)
+            stated = read_split(fields, of_file=split if is_whole_split else "")
         except DataError as error:
             bad[str(error)] += 1
             continue

@@ -99,7 +99,7 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
             f"dataset {name}: its columns are {_listed(files.schema.names)}; expected one with images, or several "
             "of which one is called image (name a table of paths itself, not its folder)"
         )
-    files.check_single(image)
+    files.check_one_image_per_row(image)
     images = SampleImages(files, files.files, member=image)
     for right, pattern in _RIGHT_AND_WRONG:
         wrong = sorted(filter(pattern.fullmatch, columns))

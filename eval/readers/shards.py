@@ -43,6 +43,7 @@ from clipkit.samples import (
     MissingSplit,
     ShardSamples,
     decode_text,
+    find_image,
     find_split,
     join_place,
     usable_texts,
@@ -260,7 +261,8 @@ class _Published:
             if len(images) > 1:
                 option = "data.image" if self.members.optional else "--image"
                 raise self.fault(i, f"has several images, {', '.join(images)}: choose one with {option}")
-            complete += len(images)
+            has_array = not self.image and bool(find_image(self.samples.members(i)))
+            complete += bool(images) or has_array
         if not complete and len(self.samples):
             raise self.nothing_usable("an image")
         if complete < len(self.samples) or stated not in (None, complete):
@@ -343,7 +345,7 @@ def _list_captions(rule: CaptionRule, fields: Mapping[str, Any]) -> tuple[str, .
 
     With the usual names these are the captions that a sample's json lists if the first one is its caption.
     """
-    texts = list(chain.from_iterable(rule.by_field(fields)))
+    texts = list(chain.from_iterable(rule.captions_by_field(fields)))
     captions = fields.get("captions")
     if rule.fields != (TEXT,) or not isinstance(captions, list) or captions[:1] != texts[:1]:
         captions = "\n".join(texts).split("\n")

@@ -74,7 +74,7 @@ def drawn(rule: CaptionRule, text: str | None, meta: dict[str, Any], times: int 
     ],
 )
 def test_captions_by_field(field: str, expected: list[str]) -> None:
-    assert CaptionRule(fields=(field,)).by_field(merged("the text", META)) == [expected]
+    assert CaptionRule(fields=(field,)).captions_by_field(merged("the text", META)) == [expected]
     first = CaptionRule(fields=(field,)).caption(merged("the text", META), 0, None)
     assert first == (expected[0] if expected else None)
 
@@ -95,7 +95,7 @@ def test_json_caption_is_used_without_a_caption_file(
     text: str | None, meta: dict[str, Any], expected: str | None
 ) -> None:
     assert CaptionRule().caption(merged(text, meta), 0, None) == expected
-    count = len(CaptionRule(choice="all").by_field(merged(text, meta))[0])
+    count = len(CaptionRule(choice="all").captions_by_field(merged(text, meta))[0])
     assert count == (expected is not None)
 
 
@@ -188,7 +188,7 @@ def test_texts_and_json_members_become_fields() -> None:
     }
     fields = rule.parse(members)
     assert fields["txt"] == "caf\udce9" and fields["syn"] == {"text": ["a bird", "", "a thrush"]}
-    assert rule.by_field(fields) == [["Turdus merula ü"], ["a bird", "a thrush"], ["Amsel"]]
+    assert rule.captions_by_field(fields) == [["Turdus merula ü"], ["a bird", "a thrush"], ["Amsel"]]
     with pytest.raises(DataError, match=r"^its syn\.json does not parse: "):
         rule.parse({"syn.json": b"{"})
 
@@ -222,7 +222,7 @@ def test_drawn_caption_is_one_of_the_sample_or_none(
     rule = CaptionRule(
         fields=tuple(of), choice=choice, weights=weights, templates=tuple(templates), prefix="> "
     )
-    there = [caption for captions in rule.by_field(merged(text, meta)) for caption in captions]
+    there = [caption for captions in rule.captions_by_field(merged(text, meta)) for caption in captions]
     assert all(isinstance(caption, str) and caption.strip() for caption in there)
     found = rule.caption(merged(text, meta), 0, chance(seed))
     assert found == rule.caption(merged(text, meta), 0, chance(seed))

@@ -18,7 +18,7 @@ from clipkit.samples import Row, RowsByKey, digest_key, merge_rows
 from data.__main__ import main
 from data.captions import CaptionRule
 from data.options import PackOptions
-from data.pack import pack, packed
+from data.pack import pack, pack_into_cache
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
@@ -339,6 +339,6 @@ def test_cached_packs_of_earlier_versions_are_not_used(
 ) -> None:
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
     table = json_lines(folder / "t.jsonl", [{"image": "a.png", "caption": "x"}])
-    now = packed([table])
+    now = pack_into_cache([table])
     monkeypatch.setattr("data.pack._REVISION", 4)
-    assert packed([table]) != now
+    assert pack_into_cache([table]) != now

@@ -13,7 +13,7 @@ import pytest
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.remote.store import ShardFile
-from clipkit.samples.tar import tar_files
+from clipkit.samples.tar import list_tar_files
 from data.captions import CaptionRule
 from data.filters import Filter
 from data.selection import Selection
@@ -116,7 +116,7 @@ def test_tar_truncated_during_the_scan_raises_one_line(tmp_path: Path) -> None:
     """Reading a truncated memory-mapped file would kill this process."""
     path = tmp_path / "0.tar"
     path.write_bytes(b"".join(header(f"{number}.jpg") for number in range(20_000)))
-    members = tar_files(path)
+    members = list_tar_files(path)
     next(members)
     os.truncate(path, 512 * 5000)
     with pytest.raises(DataError, match=f"is truncated: it has no end mark; it stops at byte {512 * 5000}"):

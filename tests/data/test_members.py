@@ -51,7 +51,7 @@ def test_images_and_captions_are_read_by_name(layout: str, tmp_path: Path) -> No
     for number in (0, 23):
         sample, members = shards.read(number), sample_of(layout, number)
         assert sample.image == members[image or "jpg"]
-        texts = [text for texts in rule.by_field(sample.fields) for text in texts]
+        texts = [text for texts in rule.captions_by_field(sample.fields) for text in texts]
         expected = [members[name] for name in captions if name in members]
         if layout == "datacompdr":
             expected += [f"synthetic {i} of {number}" for i in range(5)]
@@ -67,7 +67,7 @@ def test_error_lists_members_and_the_settings_to_write(layout: str, tmp_path: Pa
         look([str(path)])
     for error in (training, inspection):
         assert "(24)" in str(error.value) and f": set {NEEDED[layout]}" in str(error.value)
-    written = str(training.value).split(": set ")[1].split()
+    written = str(training.value).split(": set ")[1].split(" (training)")[0].split()
     settings = dict(setting.removeprefix("data.").split("=") for setting in written)
     captions = (settings["captions"],)
     if settings["captions"].startswith("'"):
@@ -81,7 +81,9 @@ def test_all_text_files_are_suggested(tmp_path: Path) -> None:
     shard_of(tmp_path / "0.tar", samples)
     with pytest.raises(DataError, match="no sample with") as caught:
         opened(tmp_path / "0.tar", tmp_path / "run")
-    assert str(caught.value).endswith("""set data.captions='["com.txt","sci.txt"]'""")
+    assert str(caught.value).endswith(
+        """set data.captions='["com.txt","sci.txt"]' (training) or --captions com.txt,sci.txt (commands)"""
+    )
 
 
 def test_text_members_are_suggested_if_the_json_has_no_caption(tmp_path: Path) -> None:
@@ -90,8 +92,9 @@ def test_text_members_are_suggested_if_the_json_has_no_caption(tmp_path: Path) -
     with pytest.raises(DataError) as caught:
         opened(tmp_path / "0.tar", tmp_path / "run")
     assert str(caught.value) == (
-        "none of 3 samples examined has a caption in txt (data.captions); members: jpg (3), json (3), name (3), "
-        "text (3); json fields with text: none: set data.captions=text"
+        "none of 3 samples examined has a caption in txt (data.captions or --captions); "
+        "members: jpg (3), json (3), name (3), text (3); json fields with text: none: "
+        "set data.captions=text (training) or --captions text (commands)"
     )
 
 

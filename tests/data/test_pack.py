@@ -27,7 +27,7 @@ from data.__main__ import main
 from data.captions import CaptionRule
 from data.filters import Filter
 from data.options import PackOptions
-from data.pack import _draw_split, pack, packed
+from data.pack import _draw_split, pack, pack_into_cache
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards
@@ -439,7 +439,7 @@ def test_lists_of_captions_are_stored(images: Path) -> None:
     ]
 
 
-def fields_of(folder: Path) -> list[dict[str, Any]]:
+def make_meta(folder: Path) -> list[dict[str, Any]]:
     """Return the json of each sample."""
     return [json.loads(sample["json"]) for sample in samples(folder).values()]
 
@@ -457,7 +457,7 @@ def test_other_columns_become_fields(images: Path, tmp_path: Path, suffix: str) 
     names = {"width": "width", "language": "language", "alt text": "alt_text"}
     assert (report.packed, report.fields, report.left_out) == (3, names, {})
     assert json.loads((tmp_path / "out/card.json").read_text())["fields"] == names
-    assert fields_of(tmp_path / "out") == [
+    assert make_meta(tmp_path / "out") == [
         {"width": width, "language": language, "alt_text": alt} for width, _, language, _, alt in rows
     ]
     # filters and captions of a training can use the fields
@@ -469,7 +469,7 @@ def test_other_columns_become_fields(images: Path, tmp_path: Path, suffix: str) 
     assert len(data) == 1 and data.read(0).key == "000000003"
     assert selection.captions.caption(data.read(0).fields, 0, None) == "third"
     some = pack(table, tmp_path / "some", PackOptions(fields=("language",)), progress=False)
-    assert some.fields == {"language": "language"} and fields_of(tmp_path / "some")[1] == {"language": "de"}
+    assert some.fields == {"language": "language"} and make_meta(tmp_path / "some")[1] == {"language": "de"}
     assert pack(table, tmp_path / "none", PackOptions(fields=()), progress=False).fields == {}
     assert not any("json" in sample for sample in samples(tmp_path / "none").values())
     with pytest.raises(DataError, match=r"has no column 'widht' .*'width'"):
@@ -493,7 +493,7 @@ def test_json_values_keep_their_types(images: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(group=False), progress=False)
     both = {"captions": ["one", "two"]}  # captions of the sample, from where evaluation reads them
-    assert fields_of(tmp_path / "out") == [
+    assert make_meta(tmp_path / "out") == [
         others[0] | both,
         {"n": None, "x": [None, 1], "half": "a ?", "captions__": "own", "captions_": 1} | both,
         {"a_b_": 1, "a_b": 2, "a_b__": 3, "_": 4} | both,
@@ -551,7 +551,7 @@ def test_columns_of_the_same_name_are_reported(
     else:
         write_table(table, header, [row])
     report = pack(table, tmp_path / "out", progress=False)
-    assert fields_of(tmp_path / "out") == [{"s": "first", "n": "3"}]
+    assert make_meta(tmp_path / "out") == [{"s": "first", "n": "3"}]
     assert samples(tmp_path / "out")["000000001"]["txt"] == b"one"
     why = "2 columns have this name: only the first is used"
     assert report.left_out == {"caption": why, "s": why}
@@ -581,7 +581,7 @@ def test_parquet_maps_become_json_objects(images: Path, tmp_path: Path) -> None:
     first = {"path": ["images/a.jpg"] * 3, "caption": ["x"] * 3}
     parquet.write_table(pyarrow.table({**first, **arrays}), tmp_path / "t.parquet")
     pack(tmp_path / "t.parquet", tmp_path / "out", PackOptions(group=False), progress=False)
-    assert fields_of(tmp_path / "out") == [
+    assert make_meta(tmp_path / "out") == [
         {name: wanted[row] for name, (*_, wanted) in columns.items()} for row in range(3)
     ]
 
@@ -592,7 +592,7 @@ def test_other_column_named_caption_becomes_a_field(images: Path, tmp_path: Path
     (tmp_path / "t.jsonl").write_text(json.dumps(line) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(caption_column="title"), progress=False)
     assert report.fields == {column: "caption_"}
-    assert fields_of(tmp_path / "out") == [{"caption_": "two"}]
+    assert make_meta(tmp_path / "out") == [{"caption_": "two"}]
 
 
 def test_parquet_types_are_converted_to_json(images: Path, tmp_path: Path) -> None:
@@ -630,7 +630,7 @@ def test_parquet_types_are_converted_to_json(images: Path, tmp_path: Path) -> No
         PackOptions(image_column="path", caption_column="caption"),
         progress=False,
     )
-    assert fields_of(tmp_path / "out") == [{name: wanted for name, (_, _, wanted) in typed.items()}]
+    assert make_meta(tmp_path / "out") == [{name: wanted for name, (_, _, wanted) in typed.items()}]
     assert report.fields == {name: name for name in typed}
     assert report.left_out == {
         "image": "it contains struct<bytes: binary, path: string>",
@@ -651,7 +651,7 @@ def test_csv_cells_are_stored_as_text(images: Path, tmp_path: Path) -> None:
     )
     report = pack(tmp_path / "t.csv", tmp_path / "out", progress=False)
     assert report.left_out == {"": "it has no name"} and report.packed == 3
-    assert fields_of(tmp_path / "out") == [
+    assert make_meta(tmp_path / "out") == [
         {"code": "007", "score": None, "captions_": "many"},
         {"code": "1e3", "score": "0.5", "captions_": None},
         {"code": None, "score": None, "captions_": None},
@@ -664,7 +664,7 @@ def test_rows_with_large_columns_are_bad(images: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(good + deep)
     report = pack(tmp_path / "t.jsonl", tmp_path / "deep", PackOptions(group=False), progress=False)
     assert report.packed + sum(report.bad.values()) == 2
-    assert fields_of(tmp_path / "deep")[0] == {"large": "x" * 1000}
+    assert make_meta(tmp_path / "deep")[0] == {"large": "x" * 1000}
     names = [f"f{number}" for number in range(9)]
     rows = [("images/a.jpg", "x", *["é" * length] * 9) for length in (1000, 60_000)]
     table = write_table(tmp_path / "t.csv", ["path", "caption", *names], rows)
@@ -847,12 +847,12 @@ def test_folder_is_packed_again_after_a_change(tmp_path: Path, monkeypatch: pyte
         (tmp_path / "photos" / name).parent.mkdir(parents=True)
         (tmp_path / "photos" / name).write_bytes(encoded("PNG"))
     (tmp_path / "photos/cat/1.png").chmod(0o644)
-    first = packed([tmp_path / "photos"])
-    assert packed([tmp_path / "photos"]) == first
+    first = pack_into_cache([tmp_path / "photos"])
+    assert pack_into_cache([tmp_path / "photos"]) == first
     (tmp_path / "photos/cat/1.png").chmod(0o600)  # unreadable files become readable in this way
-    second = packed([tmp_path / "photos"])
+    second = pack_into_cache([tmp_path / "photos"])
     (tmp_path / "photos/dog/2.txt").write_text("a dog")
-    assert len({first, second, packed([tmp_path / "photos"])}) == 3
+    assert len({first, second, pack_into_cache([tmp_path / "photos"])}) == 3
 
 
 HOLD = """

@@ -16,12 +16,15 @@ import pytest
 from PIL import Image
 
 from clipkit.errors import DataError
+from clipkit.samples import MissingSplit, decode_image
 from clipkit.samples.remote.cache import cache_folder
 from data.__main__ import main as pack_command
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
 from data.shards.samples import Shards
 from data.sources import find_shards
+from eval.readers import open_dataset
+from tests.clipkit.format_images import bands_of, dicom_of, npy_of, npz_of
 from tests.clipkit.samples.remote import servers
 
 nginx = servers.nginx
@@ -149,6 +152,114 @@ def test_splits_have_separate_pairs(tmp_path: Path) -> None:
     for folder in (hub, hub.parent, tmp_path / "splits"):
         with pytest.raises(DataError, match=r"no split 'test', only train|of split 'test'"):
             find_shards(str(folder), split="test")
+
+
+def test_tables_of_arrays_need_no_setting(tmp_path: Path) -> None:
+    values = np.arange(60, dtype=np.uint8).reshape(4, 5, 3)
+    Image.fromarray(values).save(tmp_path / "0.png")
+    contents = {
+        "0.png": (tmp_path / "0.png").read_bytes(),
+        "1.npy": npy_of(values),
+        "2.npz": npz_of(values),
+        "3.tif": bands_of(values, photometric="rgb"),
+        "4.dcm": dicom_of(values),
+    }
+    for name, data in contents.items():
+        (tmp_path / name).write_bytes(data)
+    rows = [(name, f"caption {name}") for name in contents]
+    source = table(tmp_path / "t.csv", rows, str(tmp_path))
+    read = samples(source)
+    assert [text for text, _ in read] == [text for _, text in rows]
+    for _, data in read:
+        assert np.array_equal(decode_image(data), values)
+    assert pack_command(["pack", str(source), str(tmp_path / "out"), "--test", "1", "--quiet"]) == 0
+    tested = open_dataset(tmp_path / "out")
+    assert [tested.images.read(i) for i in range(len(rows))] == [data for _, data in read]
+
+
+LAYOUTS = ("tables", "Parquet", "folders with captions", "folders with tables")
+
+
+def write_splits(folder: Path, layout: str) -> dict[str, list[str]]:
+    """Write three splits of a dataset; return the captions of each."""
+    captions: dict[str, list[str]] = {}
+    for split, count in (("train", 3), ("val", 1), ("test", 2)):
+        photos = folder / split if layout.startswith("folders") else folder / "photos" / split
+        photos.mkdir(parents=True)
+        rows = [(f"{i}.png", f"{split} {i}") for i in range(count)]
+        for i, (name, _) in enumerate(rows):
+            Image.new("RGB", (5, 4), (i, len(split), 0)).save(photos / name)
+        captions[split] = [text for _, text in rows]
+        if layout == "tables":
+            table(folder / f"{split}.csv", rows, f"photos/{split}")
+        elif layout == "Parquet":
+            parquet(folder / f"{split}.parquet", rows, photos)
+        elif layout == "folders with tables":
+            table(photos / "metadata.csv", rows, ".")
+        else:
+            for name, text in rows:
+                (photos / name).with_suffix(".txt").write_text(text)
+    return captions
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packing_training_and_evaluation_choose_the_same_rows(
+    tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = write_splits(tmp_path / "set", layout)
+    assert pack_command(["pack", str(tmp_path / "set"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert "splits   train" in capsys.readouterr().out
+    assert not (tmp_path / "out/bad_rows.jsonl").exists()
+    for split, captions in expected.items():
+        for source in (tmp_path / "set", tmp_path / "out"):
+            assert [text for text, _ in samples(source, split)] == captions
+            evaluated = open_dataset(source, split=split)
+            assert sorted(evaluated.captions or ()) == [(text,) for text in captions]
+
+
+def test_classes_of_each_split_are_packed(tmp_path: Path) -> None:
+    for name in ("train/n01440764/1.png", "train/n01443537/2.png", "Validation/n01443537/3.png"):
+        images((tmp_path / "set" / name).parent, 1)
+    (tmp_path / "set/classnames.txt").write_text("a cat\na dog\n")
+    images(tmp_path / "set/train", 1)
+    images(tmp_path / "set", 1)
+    assert pack_command(["pack", str(tmp_path / "set"), str(tmp_path / "out"), "--quiet"]) == 0
+    assert [text for text, _ in samples(tmp_path / "out")] == ["a cat", "a dog"]
+    assert [text for text, _ in samples(tmp_path / "out", "val")] == ["a dog"]
+    listing = (tmp_path / "out/bad_rows.jsonl").read_text().splitlines()
+    assert [json.loads(line)["cause"] for line in listing] == [
+        "outside the class folders",
+        "not in train, Validation",
+    ]
+
+
+def test_rows_of_another_split_than_their_file_are_bad(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    for split in ("train", "test"):
+        rows = images(tmp_path / split, 3)
+        lines = [f"{tmp_path}/{split}/{name},{split} {i},{word}" for i, ((name, _), word) in
+                 enumerate(zip(rows, (split, "", "val"), strict=True))]  # fmt: skip
+        (tmp_path / "set" / f"{split}.csv").write_text("\n".join(["image,caption,split", *lines]))
+    assert pack_command(["pack", str(tmp_path / "set"), str(tmp_path / "out"), "--quiet"]) == 0
+    listing = [json.loads(line) for line in (tmp_path / "out/bad_rows.jsonl").read_text().splitlines()]
+    assert [(row["split"], row["row"]) for row in listing] == [("train", 3), ("test", 3)]
+    assert listing[0]["cause"] == "its split is 'val', and that of its file 'train'"
+    for split in ("train", "test"):
+        assert [text for text, _ in samples(tmp_path / "set", split)] == [f"{split} 0", f"{split} 1"]
+        assert len(open_dataset(tmp_path / "set", split=split)) == 2
+
+
+def test_column_split_decides_which_rows_of_a_table_are_read(tmp_path: Path) -> None:
+    rows = images(tmp_path / "photos", 3)
+    lines = [f"photos/{name},{text.replace(',', '')},{split}" for (name, text), split in
+             zip(rows, ("train", "test", "train"), strict=True)]  # fmt: skip
+    source = tmp_path / "t.csv"
+    source.write_text("\n".join(["image,caption,split", *lines]))
+    assert [len(samples(source, split)) for split in ("train", "test")] == [2, 1]
+    with pytest.raises(MissingSplit, match=r"t\.csv has no split 'val', only test, train$"):
+        find_shards(str(source), split="val")
+    table(source, rows, "photos")  # rows that state no split are in every split
+    assert len(samples(source, "val")) == 3
 
 
 def test_source_is_packed_once_and_again_when_it_changes(
@@ -291,5 +402,5 @@ def test_missing_part_of_parquet_files_is_an_error(tmp_path: Path) -> None:
     second = parquet(hub / "train-00001-of-00002.parquet", rows[3:], folder)
     assert len(samples(hub)) == 6
     assert len(samples(second)) == 3
-    with pytest.raises(DataError, match=r"no row of .* can be packed"):
-        pack_command(["pack", str(hub.parent), str(tmp_path / "out")])
+    assert pack_command(["pack", str(hub.parent), str(tmp_path / "out"), "--quiet"]) == 0
+    assert [len(samples(tmp_path / "out", split)) for split in ("train", "test")] == [6, 1]

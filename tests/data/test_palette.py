@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from clipkit.errors import ConfigError, DataError
 from data.__main__ import main
-from data.palette import palette_of
+from data.palette import choose_palette
 from data.shards.writer import DatasetWriter, Record
 
 COLORS = np.array([[0, 0, 0], [255, 0, 0], [10, 200, 30], [250, 250, 255]], dtype=np.uint8)
@@ -18,10 +18,10 @@ COLORS = np.array([[0, 0, 0], [255, 0, 0], [10, 200, 30], [250, 250, 255]], dtyp
 
 def test_centers_are_the_colors_of_flat_images() -> None:
     pixels = COLORS[np.random.default_rng(0).integers(0, 4, 5000)]
-    found = palette_of(pixels, 4)
+    found = choose_palette(pixels, 4)
     assert np.allclose(np.sort((found + 1) * 127.5, axis=0), np.sort(COLORS, axis=0), atol=0.5)
     with pytest.raises(ConfigError, match="--colors 5: the images have only 4 different colors"):
-        palette_of(pixels, 5)
+        choose_palette(pixels, 5)
 
 
 def test_command_skips_broken_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings, strategies as st
 
 import clipkit.samples.tar
 from clipkit.errors import DataError
-from clipkit.samples.tar import tar_files_of
+from clipkit.samples.tar import list_tar_content
 from tests.data.hostile_tars import header, pax
 
 BLOCK = 512
@@ -51,7 +51,7 @@ def ours(tar: bytes) -> tuple[Members, str]:
 def listed(tar: bytes, *, at_hand: bool) -> tuple[Members, str]:
     found: Members = []
     try:
-        for one in tar_files_of("0.tar", tar, at_hand=at_hand):
+        for one in list_tar_content("0.tar", tar, at_hand=at_hand):
             found.append(one)
     except DataError as error:
         assert str(error).isprintable()
@@ -214,7 +214,7 @@ def test_store_that_returns_too_few_bytes(
     tar = by_tarfile(members, form)
     found: Members = []
     try:
-        for one in tar_files_of("0.tar", Short(tar, most)):
+        for one in list_tar_content("0.tar", Short(tar, most)):
             found.append(one)
     except DataError as error:
         assert "truncated" in str(error)

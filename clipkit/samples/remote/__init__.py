@@ -3,7 +3,7 @@
 from clipkit.samples.remote.cache import ShardCache, cache_folder, created_once, index_folder, shard_cache
 from clipkit.samples.remote.store import (
     ShardFile,
-    describe,
+    describe_files,
     download_all,
     is_remote,
     list_entries,
@@ -15,6 +15,6 @@ from clipkit.samples.remote.transfer import CLIENT_OPTIONS, HUB_FORM, Unreachabl
 
 __all__ = [
     "CLIENT_OPTIONS", "HUB_FORM", "ShardCache", "ShardFile", "Unreachable", "cache_folder", "created_once",
-    "describe", "download_all", "encode_url", "index_folder", "is_remote", "list_entries", "list_folder",
+    "describe_files", "download_all", "encode_url", "index_folder", "is_remote", "list_entries", "list_folder",
     "read_range", "read_text", "shard_cache",
 ]  # fmt: skip

@@ -46,9 +46,11 @@ _FULL_SECONDS = 2.0  # until a folder that is full of files in use is listed aga
 def cache_folder() -> Path:
     """Return ``$CLIPKIT_CACHE``, else ``$XDG_CACHE_HOME/clipkit``, else ``~/.cache/clipkit``, without creating
     it."""
-    if folder := os.environ.get("CLIPKIT_CACHE"):
+    folder = os.environ.get("CLIPKIT_CACHE")
+    if folder:
         return Path(folder).expanduser()
-    if xdg := os.environ.get("XDG_CACHE_HOME"):
+    xdg = os.environ.get("XDG_CACHE_HOME")
+    if xdg:
         return Path(xdg) / "clipkit"
     return Path.home() / ".cache" / "clipkit"
 
@@ -165,17 +167,18 @@ class ShardCache:
         assert path is not None
         return path
 
-    def prefetch(self, shards: Sequence[ShardFile], *, threads: int) -> None:
+    def prefetch(self, shards: Sequence[ShardFile], *, threads: int, were_counted: bool = True) -> None:
         """Download these shards next, in their order, instead of those of an earlier call.
 
-        Their samples were counted, so failures to reach the store are treated as outages. Failures are raised by
-        ``path`` and ``fetch``. Downloads in progress are completed.
+        If their samples ``were_counted``, in this or another process, failures to reach the store are treated as
+        outages. Failures are raised by ``path`` and ``fetch``. Downloads in progress are completed.
         """
         ahead = self._ahead
         with ahead.changed:
             ahead.queue = [shard for shard in dict.fromkeys(shards) if shard.is_remote]
-            for shard in ahead.queue:
-                answered(shard.url)
+            if were_counted:
+                for shard in ahead.queue:
+                    answered(shard.url)
             ahead.later.clear()
             ahead.threads = [thread for thread in ahead.threads if thread.is_alive()]
             for index in range(len(ahead.threads), threads):
@@ -246,7 +249,8 @@ class ShardCache:
                 if path is None:
                     if ahead is None:
                         with suppress(OSError):  # otherwise each waiting process would retry for minutes
-                            if (fault := stem.with_suffix(".fault")).stat().st_mtime >= began:
+                            fault = stem.with_suffix(".fault")
+                            if fault.stat().st_mtime >= began:
                                 raise DataError(fault.read_text(errors="replace"))
                     self._download(shard, stem, ahead)
             except DataError as error:
@@ -265,8 +269,7 @@ class ShardCache:
         return stem.with_suffix(".tar")
 
     def _stem(self, shard: ShardFile) -> Path:
-        identity = f"{shard.url}\n{shard.size}\n{shard.version}"
-        digest = hashlib.sha256(os.fsencode(identity)).hexdigest()
+        digest = hashlib.sha256(os.fsencode(shard.identity)).hexdigest()
         return self.folder / digest[:2] / digest
 
     def _find(self, shard: ShardFile) -> Path | None:
@@ -289,7 +292,8 @@ class ShardCache:
         while not lock.try_acquire():
             time.sleep(_POLL_SECONDS)
             with suppress(OSError):
-                if (now := stem.with_suffix(".part").stat().st_mtime_ns) != last:
+                now = stem.with_suffix(".part").stat().st_mtime_ns
+                if now != last:
                     last = now
                     since = time.monotonic()
             if time.monotonic() - since > STILL_SECONDS:
@@ -438,7 +442,8 @@ class ShardCache:
         for path in self.folder.glob("??/*.part"):
             if path == part:
                 continue
-            if (lock := FileLock(path.with_suffix(".lock"))).try_acquire():  # of a killed process
+            lock = FileLock(path.with_suffix(".lock"))
+            if lock.try_acquire():  # of a killed process
                 path.unlink(missing_ok=True)
                 lock.release()
                 continue

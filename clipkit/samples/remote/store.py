@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 import zlib
@@ -23,9 +24,9 @@ from clipkit.samples.remote.transfer import (
     Transfer,
     TransferError,
     file_facts,
+    get_protocol,
     listing,
     open_transfer,
-    protocol_of,
 )
 
 T = TypeVar("T")
@@ -35,6 +36,12 @@ _MAX_PAGE_BYTES = 64 << 20  # of a listing: about 500,000 links
 _SMALLEST_BLOCK = 64 << 10
 _LARGEST_BLOCK = 8 << 20
 _FAR = 1 << 20  # bytes between headers beyond which reading the data takes longer than another request
+
+
+# parameters of signed URLs of S3 and Google, which state who may read a file until when
+_SIGNATURE = re.compile(
+    "x-(amz|goog)-(algorithm|credential|date|expires|signedheaders|signature|security-token)=", re.IGNORECASE
+)
 
 
 def is_remote(source: str) -> bool:
@@ -68,6 +75,19 @@ class ShardFile:
         return redact_url(self.url)
 
     @property
+    def identity(self) -> str:
+        """A text that differs between files, and between versions of a file.
+
+        URLs that differ only in their signature name the same file if its version is known.
+        """
+        url = self.url
+        if self.version and "?" in url and is_remote(url):
+            address, _, query = url.partition("?")
+            parameters = [part for part in query.split("&") if not _SIGNATURE.match(part)]
+            url = "?".join([address, *filter(None, ["&".join(parameters)])])
+        return f"{url}\n{self.size}\n{self.version}"
+
+    @property
     def is_remote(self) -> bool:
         """Whether the file must be fetched."""
         return is_remote(self.url)
@@ -81,10 +101,10 @@ class ShardFile:
             raise DataError(f"shard {path}: {error.strerror}") from error
         if not stat.S_ISREG(status.st_mode):  # opening a named pipe would block
             raise DataError(f"shard {path} is not a regular file")
-        return cls.of_status(str(path.absolute()), status)
+        return cls.from_status(str(path.absolute()), status)
 
     @classmethod
-    def of_status(cls, url: str, status: os.stat_result) -> "ShardFile":
+    def from_status(cls, url: str, status: os.stat_result) -> "ShardFile":
         """Describe a local file by its status."""
         # copying and unpacking may set any modification time
         version = f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
@@ -98,7 +118,9 @@ class ShardFile:
 def list_folder(url: str, suffixes: tuple[str, ...] = (".tar",)) -> list[ShardFile]:
     """Return the files with these suffixes directly in a folder, see ``list_entries``, with their sizes."""
     files = [file for file in list_entries(url)[0] if file.name.endswith(suffixes)]
-    return describe([file.url for file in files]) if files and files[0].size < 0 else files
+    if files and files[0].size < 0:
+        return describe_files([file.url for file in files])
+    return files
 
 
 def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
@@ -107,9 +129,9 @@ def list_entries(url: str) -> tuple[list[ShardFile], list[str]]:
     Both are empty if there is no folder. On a web server, the folder's page of links is read, which states no
     sizes; only links into the same folder are used.
     """
-    if protocol_of(url) == "pipe":
+    if get_protocol(url) == "pipe":
         raise DataError(f"{redact_url(url)}: a stream is not a folder that can be listed; name the shards")
-    if protocol_of(url) in ("http", "https"):
+    if get_protocol(url) in ("http", "https"):
         links = _links(url.partition("#")[0].partition("?")[0].rstrip("/") + "/")
         entries = [(link, -1, "") for link in links]
     else:
@@ -142,7 +164,8 @@ def _links(folder: str) -> list[str]:
         try:
             target = urljoin(folder, link)
             # absolute links omit the user name and password of the folder's URL
-            if (parts := urlsplit(target)).netloc == host.rpartition("@")[2]:
+            parts = urlsplit(target)
+            if parts.netloc == host.rpartition("@")[2]:
                 target = parts._replace(netloc=host).geturl()
         except ValueError:  # not a URL
             continue
@@ -152,7 +175,7 @@ def _links(folder: str) -> list[str]:
     return list(targets)
 
 
-def describe(urls: Sequence[str]) -> list[ShardFile]:
+def describe_files(urls: Sequence[str]) -> list[ShardFile]:
     """Return size and version of local and remote files; both are unknown for a stream (``pipe:``)."""
     failed = threading.Event()  # only the first of many shards is retried
 
@@ -161,14 +184,16 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
             return None
         if not is_remote(url):
             return ShardFile.at(Path(url)) if Path(url).exists() else None
-        if protocol_of(url) == "pipe":
+        if get_protocol(url) == "pipe":
             return ShardFile(url=url, size=-1, version="")
         try:
             facts = _request_retrying(url, lambda: file_facts(url), none_for=(404, 410))
         except DataError:
             failed.set()
             raise
-        return None if facts is None else ShardFile(url=url, size=facts[0], version=facts[1])
+        if facts is None:
+            return None
+        return ShardFile(url=url, size=facts[0], version=facts[1])
 
     pool = ThreadPoolExecutor(min(_THREADS, max(1, len(urls))))
     try:
@@ -177,7 +202,9 @@ def describe(urls: Sequence[str]) -> list[ShardFile]:
         pool.shutdown(cancel_futures=True)
     missing = [url for url, shard in zip(urls, files, strict=True) if shard is None]
     if missing:
-        form = f"; the form is {HUB_FORM}" if protocol_of(missing[0]) == "hf" else ""
+        form = ""
+        if get_protocol(missing[0]) == "hf":
+            form = f"; the form is {HUB_FORM}"
         if len(urls) == 1:
             raise DataError(f"{redact_url(missing[0])}: there is no such file{form}")
         raise DataError(
@@ -276,7 +303,7 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
         The CRC-32 of the bytes.
     """
     attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
-    is_stream = protocol_of(shard.url) == "pipe"
+    is_stream = get_protocol(shard.url) == "pipe"
     size = furthest = crc = 0
     version = ""
     digest = None
@@ -347,7 +374,8 @@ def download_all(files: Sequence[ShardFile], folder: Path) -> list[Path]:
     """
     paths = [folder / file.name for file in files]
     names = Counter(file.name for file in files)
-    if repeated := next((name for name, count in names.items() if count > 1), None):
+    repeated = next((name for name, count in names.items() if count > 1), None)
+    if repeated:
         raise DataError(f"several files are called {repeated}: use one at a time")
     folder.mkdir(parents=True, exist_ok=True)
     for file, path in zip(files, paths, strict=True):

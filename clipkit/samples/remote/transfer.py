@@ -15,17 +15,18 @@ import select
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 from urllib.parse import quote
 
 from clipkit.errors import DataError
-from clipkit.files import redact_url
+from clipkit.files import printable, redact_url
 
 if TYPE_CHECKING:
     import aiohttp
@@ -160,7 +161,8 @@ class Attempts:
     def received(self, count: int, *, new: bool = True) -> None:
         """Count bytes; enough of them reset the retries if they are ``new``."""
         self._bytes += count
-        if enough := self._bytes >= _PROGRESS:
+        enough = self._bytes >= _PROGRESS
+        if enough:
             self.answered()
             if new:
                 self._failures = 0
@@ -191,7 +193,9 @@ class Attempts:
             since = self._unreached[0]
             limit = PATIENCE.contact_seconds
             last = tries > len(PATIENCE.contact_waits)
-            wait = 0.0 if last else PATIENCE.contact_waits[tries - 1] * _random.uniform(0.8, 1.0)
+            wait = 0.0
+            if not last:
+                wait = PATIENCE.contact_waits[tries - 1] * _random.uniform(0.8, 1.0)
         else:
             self._unreached.clear()
             tries = self._failures
@@ -344,7 +348,8 @@ def _classified(error: Exception) -> TransferError:
         response = getattr(cause, "response", None)
         if isinstance(response, dict):  # botocore
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        if isinstance(status := getattr(response, "status_code", response), int):
+        status = getattr(response, "status_code", response)
+        if isinstance(status, int):
             return http_error(status)
     status = getattr(error, "status" if hasattr(error, "status") else "code", None)
     if isinstance(status, int) and status >= 300:
@@ -364,7 +369,8 @@ def _classified(error: Exception) -> TransferError:
         return TransferError("invalid URL", temporary=False)
     if name == "OfflineModeIsEnabled":  # huggingface_hub
         return TransferError("HF_HUB_OFFLINE forbids downloads: unset it", temporary=False)
-    if (unreached := _unreached(error)) is not None:
+    unreached = _unreached(error)
+    if unreached is not None:
         return unreached
     reason = getattr(getattr(error, "os_error", error), "strerror", None) or name
     names = " ".join(base.__name__ for base in type(error).__mro__)
@@ -432,6 +438,10 @@ def _not_a_hub_file() -> TransferError:
 # other protocols are read in pieces. Every failure is a ``TransferError``.
 
 _CHUNK = 1 << 20
+# of a command's standard error: bytes read at the end, and characters of a line in a message
+_ERROR_BYTES = 4096
+_ERROR_SHOWN = 200
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
 _CHUNK_SECONDS = 0.5  # a smaller chunk is returned after this time
 _PIECE = 4 << 20  # bytes per request of a protocol without streams
 
@@ -457,7 +467,7 @@ class Transfer:
     ranged: bool = False
 
 
-def protocol_of(url: str) -> str:
+def get_protocol(url: str) -> str:
     """Return the protocol of a URL in lower case."""
     return url.partition(":")[0].lower()
 
@@ -470,13 +480,16 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
         TransferError: the request failed.
         DataError: a library is missing, or the protocol is unknown.
     """
-    protocol = protocol_of(url)
+    protocol = get_protocol(url)
     if protocol == "pipe":
         with _command_output(url) as chunks:
             yield Transfer(chunks=chunks)
         return
     client = _client_of(protocol)
-    byte_range = f"bytes={start}-{'' if stop is None else stop - 1}" if start or stop is not None else None
+    byte_range = None
+    if start or stop is not None:
+        last = "" if stop is None else stop - 1
+        byte_range = f"bytes={start}-{last}"
     if protocol in ("http", "https", "hf"):
         with _http_transfer(client, url, byte_range) as transfer:
             yield transfer
@@ -497,7 +510,7 @@ def open_transfer(url: str, start: int = 0, stop: int | None = None) -> Iterator
 
 def file_facts(url: str) -> tuple[int, str]:
     """Return size and version of a file with one short request; raises as ``open_transfer``."""
-    protocol = protocol_of(url)
+    protocol = get_protocol(url)
     client = _client_of(protocol)
     if protocol in ("http", "https", "hf"):
         with _http_transfer(client, url, "bytes=0-0") as transfer:  # signed URLs are not valid for HEAD
@@ -510,7 +523,7 @@ def file_facts(url: str) -> tuple[int, str]:
 
 def listing(url: str) -> list[tuple[str, int, str]]:
     """List a folder: full URLs, which end with "/" for folders, sizes and versions; raises as ``open_transfer``."""
-    protocol = protocol_of(url)
+    protocol = get_protocol(url)
     client = _client_of(protocol)
     if protocol == "hf":
         _hub_path(client, url)
@@ -526,7 +539,8 @@ def listing(url: str) -> list[tuple[str, int, str]]:
 
 def _facts_of(entry: Mapping[str, Any]) -> tuple[int, str]:
     versions = [entry.get(name) for name in ("blob_id", "generation", "ETag", "etag", "mtime")]
-    if lfs := entry.get("lfs"):
+    lfs = entry.get("lfs")
+    if lfs:
         versions.insert(0, lfs.get("sha256"))
     size = entry.get("size")
     version = next((str(version) for version in versions if version), "")
@@ -537,8 +551,11 @@ def _range_start(content_range: str | None, default: int) -> tuple[int, int]:
     if not content_range:
         return 0, default
     span, _, total = content_range.removeprefix("bytes").strip().partition("/")
-    first = span.partition("-")[0]
-    return (int(first) if first.isdecimal() else 0), (int(total) if total.isdecimal() else -1)
+    return _parse_integer(span.partition("-")[0], 0), _parse_integer(total, -1)
+
+
+def _parse_integer(text: str, default: int) -> int:
+    return int(text) if text.isdecimal() else default
 
 
 @contextmanager
@@ -548,7 +565,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
     headers = {"Accept-Encoding": "identity"}
     if byte_range:
         headers["Range"] = byte_range
-    if protocol_of(url) == "hf":
+    if get_protocol(url) == "hf":
         from huggingface_hub import hf_hub_url
         from huggingface_hub.utils import build_hf_headers
 
@@ -586,7 +603,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         if response.status not in (200, 206, 416):
             after = response.headers.get("Retry-After", "")
             response.close()
-            raise http_error(response.status, wait=float(after) if after.isdecimal() else 0.0)
+            raise http_error(response.status, wait=_parse_integer(after, 0))
         return response
 
     response = _call(client, get)
@@ -594,8 +611,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         etags = [redirect.headers.get("X-Linked-ETag") for redirect in response.history]  # Hugging Face
         version = next(filter(None, etags), None) or response.headers.get("ETag")
         version = (version or response.headers.get("Last-Modified", "")).removeprefix("W/").strip('"')
-        length = response.headers.get("Content-Length", "")
-        length = int(length) if length.isdecimal() else -1
+        length = _parse_integer(response.headers.get("Content-Length", ""), -1)
         start, total = _range_start(response.headers.get("Content-Range"), length)
         chunks = _chunks(client, partial(_any_bytes, response.content))
         if response.status == 416:  # for an empty file even the first byte is out of range
@@ -695,30 +711,34 @@ def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes
 @contextmanager
 def _command_output(url: str) -> Iterator[Iterator[bytes]]:
     command = url.removeprefix("pipe:")
-    try:  # a session of its own, so that everything the shell starts can be killed
-        process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, start_new_session=True)
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise TransferError(f"the command cannot be run ({reason})", temporary=False) from None
-    assert process.stdout is not None
-    try:
-        yield _process_chunks(process, process.stdout.fileno())
-    finally:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        process.stdout.close()
+    with tempfile.TemporaryFile() as errors:
+        try:  # a session of its own, so that everything the shell starts can be killed
+            process = subprocess.Popen(
+                command, shell=True, stdout=subprocess.PIPE, stderr=errors, start_new_session=True
+            )
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or type(error).__name__
+            raise TransferError(f"the command cannot be run ({reason})", temporary=False) from None
+        assert process.stdout is not None
+        try:
+            yield _process_chunks(process, process.stdout.fileno(), errors)
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            process.stdout.close()
 
 
-def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int) -> Iterator[bytes]:
+def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int, errors: BinaryIO) -> Iterator[bytes]:
     seconds = PATIENCE.stall_seconds
     readable = select.poll()  # select() is limited to 1,024 descriptors
     readable.register(descriptor, select.POLLIN)
     while True:
         if not readable.poll(seconds * 1000):
             raise TransferError(f"the command has written nothing for {seconds:g} s", temporary=True)
-        if not (data := os.read(descriptor, _CHUNK)):
+        data = os.read(descriptor, _CHUNK)
+        if not data:
             break
         yield data
     try:
@@ -730,4 +750,16 @@ def _process_chunks(process: "subprocess.Popen[bytes]", descriptor: int) -> Iter
         raise TransferError(f"the command failed with status {status}: a program {what}", temporary=False)
     if status:
         how = f"with status {status}" if status > 0 else f"by signal {-status}"
+        error_line = _read_last_line(errors)
+        if error_line:
+            how = f"{how} ({error_line})"
         raise TransferError(f"the command failed {how}", temporary=True, unreached=True)
+
+
+def _read_last_line(errors: BinaryIO) -> str:
+    """Return the last line that a command has written to standard error; of URLs only what ``shown`` keeps."""
+    size = errors.seek(0, os.SEEK_END)
+    errors.seek(max(0, size - _ERROR_BYTES))
+    lines = errors.read().decode(errors="replace").split("\n")
+    line = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return printable(_URL.sub(lambda match: redact_url(match[0]), line), _ERROR_SHOWN)

@@ -216,12 +216,16 @@ class Table:
     def __iter__(self) -> Iterator[Row]:
         records = self._format.records(self._required, list(self.others))
         for row_number, record in enumerate(records, 1):
-            path = record.cells.get(self.image_column) if self.image_column else None
+            path = None
+            if self.image_column:
+                path = record.cells.get(self.image_column)
             path = path.strip() if isinstance(path, str) else path
             if record.cause:
                 yield Row(number=row_number, path=path, cause=record.cause, progress=record.progress)
                 continue
-            caption = record.cells.get(self.caption_column) if self.caption_column else None
+            caption = None
+            if self.caption_column:
+                caption = record.cells.get(self.caption_column)
             others = self._other_cells(record.cells)
             cause = self._check_encoding(others)
             captions: object = None
@@ -296,17 +300,22 @@ def _is_image_type(kind: Any) -> bool:
     return kind is not None and not is_list and has_bytes(kind)
 
 
-def read_split(fields: Mapping[str, Any]) -> str:
-    """Return the split that the column ``split`` of a row states, such as "val" for "dev"; "" without this column.
+def read_split(fields: Mapping[str, Any], *, of_file: str = "") -> str:
+    """Return the split that the column ``split`` of a row states, such as "val" for "dev".
+
+    Without this column, the row is in the split of the file, which may be "".
 
     Raises:
-        DataError: the rows of an image are in several splits.
+        DataError: the rows of an image are in several splits, or not in the split of the file.
     """
     value = next((value for column, value in fields.items() if plain_name(column) == "split"), None)
     if isinstance(value, list):
         raise DataError("its rows are in several splits")
     word = str(value or "").strip().lower()
-    return select_split(word) or word
+    split = select_split(word) or word or of_file
+    if of_file and split != of_file:
+        raise DataError(f"its split is {split!r}, and that of its file {of_file!r}")
+    return split
 
 
 def is_table(path: Path) -> bool:

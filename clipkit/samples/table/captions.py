@@ -48,7 +48,9 @@ def _read_list(text: str) -> object:
                 elements = [None if word in ("null", "nan") else ast.literal_eval(word) for word in words]
     if isinstance(elements, list):
         has_text = any(isinstance(element, str) for element in elements)
-        return elements if has_text or all(element is None for element in elements) else text
+        if has_text or all(element is None for element in elements):
+            return elements
+        return text
     if _QUOTED_LIST.fullmatch(stripped):
         raise DataError('a list that cannot be read: write it as JSON, ["a cat", "a pet"]')
     return text

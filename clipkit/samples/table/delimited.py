@@ -58,7 +58,8 @@ class Delimited(Format):
         delimiters = _DELIMITERS[suffix]
         with open_text(path) as (text, _):
             start = text.read(_DETECTED)
-        if match := _EXCEL_DELIMITER.match(start):
+        match = _EXCEL_DELIMITER.match(start)
+        if match:
             delimiters = match[1]
             self._skip = match.end()
         most = (-1, -1, -1)
@@ -86,7 +87,8 @@ class Delimited(Format):
         is_list = suffix != ".txt" and len(self.names) == 1 and bool(self.guesses)
         if is_list and _URL.fullmatch(first_rows[0][0].strip()):
             lines = "".join(cell for fields in first_rows for cell in fields)
-            if unclear := next((other for other in delimiters if other in lines), ""):
+            unclear = next((other for other in delimiters if other in lines), "")
+            if unclear:
                 raise DataError(
                     f"{path}: {unclear!r} may separate columns or be a part of the URLs: add a header line such "
                     f"as {requests[0].content}{unclear}caption, or rename a list of URLs to .txt"
@@ -139,7 +141,8 @@ class Delimited(Format):
                 yield [], f"a line longer than {LONGEST:,} characters"
                 continue
             if self._quotes_are_text or '"' not in line:
-                if cells := line.rstrip("\r\n"):
+                cells = line.rstrip("\r\n")
+                if cells:
                     yield cells.split(self._delimiter), ""
                 continue
             unread.appendleft(line)
@@ -179,7 +182,9 @@ class Delimited(Format):
             return "too few columns"
         if not self._has_extra_cells(fields):
             return ""
-        delimiter = "a tab" if self._delimiter == "\t" else repr(self._delimiter)
+        delimiter = "a tab"
+        if self._delimiter != "\t":
+            delimiter = repr(self._delimiter)
         return f"more cells than columns: put cells that contain {delimiter} in quotes"
 
     def _has_extra_cells(self, fields: Sequence[str]) -> bool:

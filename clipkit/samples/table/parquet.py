@@ -127,7 +127,9 @@ class ParquetSamples(Samples):
     def local_path(self, index: int) -> Path:
         """Return the local path of a file, to be opened at once."""
         file = self.files[index]
-        return self.cache.fetch(file) if self.cache is not None else Path(file.url)
+        if self.cache is not None:
+            return self.cache.fetch(file)
+        return Path(file.url)
 
     def key(self, i: int) -> str:
         return f"row {i}"
@@ -141,9 +143,9 @@ class ParquetSamples(Samples):
     def fields(self, i: int) -> dict[str, Any]:
         group = self._group_of(i)
         row = i - self._starts[group]
-        fields = {
-            name: json_value(python_value(self._read_column(group, name)[row])) for name in self._others
-        }
+        fields = {}
+        for name in self._others:
+            fields[name] = json_value(python_value(self._read_column(group, name)[row]))
         if self.caption_column in fields:
             fields[self.caption_column] = parse_captions(fields[self.caption_column])
         return fields
@@ -177,7 +179,7 @@ class ParquetSamples(Samples):
             with _open_parquet(file, self.local_path(index)) as opened:
                 yield from opened.iter_batches(batch_size=rows, columns=list(names))
 
-    def check_single(self, column: str) -> None:
+    def check_one_image_per_row(self, column: str) -> None:
         """Raise DataError if the column has lists with several images in one row."""
         for index, file in enumerate(self.files):
             with _open_parquet(file, self.local_path(index)) as opened:
@@ -327,7 +329,9 @@ def python_value(scalar: Any) -> Any:
         return None
     if types.is_map(kind):
         pairs = [(python_value(entry["key"]), python_value(entry["value"])) for entry in scalar.values]
-        return dict(pairs) if str(kind.key_type) in ("string", "large_string", "string_view") else pairs
+        if str(kind.key_type) in ("string", "large_string", "string_view"):
+            return dict(pairs)
+        return pairs
     if "map<" not in str(kind) and "[ns" not in str(kind):  # with pandas, nanoseconds would be its types
         with suppress(ValueError, OverflowError):  # years beyond 9999
             return scalar.as_py()

@@ -30,7 +30,9 @@ def open_text(path: Path, newline: str = "") -> Iterator[tuple[TextIO, Callable[
             file = gzip.GzipFile(fileobj=raw)
         try:
             start = file.peek(_START)[:_START]
-            encoding = "utf-16" if start[:2] in _BYTE_ORDER_MARKS else "utf-8-sig"
+            encoding = "utf-8-sig"
+            if start[:2] in _BYTE_ORDER_MARKS:
+                encoding = "utf-16"
             if start.startswith(codecs.BOM_UTF32_LE) or (encoding != "utf-16" and b"\0" in start):
                 raise DataError(
                     f"{path} is neither UTF-8 nor UTF-16 with a byte order mark: save it as UTF-8"

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.samples.image_folder import (
     CAPTION_SUFFIXES,
-    caption_file_of,
+    find_caption_file,
     find_captions,
     list_texts,
     read_captions,
@@ -46,7 +46,7 @@ def test_files_are_preferred_in_the_order_of_their_suffixes(tmp_path: Path) -> N
     names = [f"a{suffix}" for suffix in CAPTION_SUFFIXES]
     folder_of(tmp_path, "a.jpg", "a.TXT", *names)
     for name in (names[0], "a.TXT", *names[1:]):
-        assert caption_file_of(tmp_path / "a.jpg", list_texts) == tmp_path / name
+        assert find_caption_file(tmp_path / "a.jpg", list_texts) == tmp_path / name
         (tmp_path / name).unlink()
 
 
@@ -87,10 +87,10 @@ def test_lines_end_only_at_line_feeds_and_carriage_returns(tmp_path: Path) -> No
 def test_files_without_captions_do_not_hide_others(tmp_path: Path, blank: str) -> None:
     image = tmp_path / "1.png"
     (tmp_path / "1.txt").write_text(blank)
-    assert caption_file_of(image, list_texts) == tmp_path / "1.txt"
+    assert find_caption_file(image, list_texts) == tmp_path / "1.txt"
     (tmp_path / "1.json").write_text('{"caption": ""}')
-    assert caption_file_of(image, list_texts) == tmp_path / "1.txt"
+    assert find_caption_file(image, list_texts) == tmp_path / "1.txt"
     (tmp_path / "1.png.json").write_text('{"caption": "a cat"}')
-    assert caption_file_of(image, list_texts) == tmp_path / "1.png.json"
+    assert find_caption_file(image, list_texts) == tmp_path / "1.png.json"
     (tmp_path / "1.txt").write_text("a dog")
-    assert caption_file_of(image, list_texts) == tmp_path / "1.txt"
+    assert find_caption_file(image, list_texts) == tmp_path / "1.txt"

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from PIL import Image
 
 from clipkit.errors import DataError
-from clipkit.samples import decode_image, files_below, images_below
+from clipkit.samples import decode_image, files_below, find_image, images_below
 from clipkit.samples.image_types import check_image
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
@@ -130,3 +130,18 @@ def test_paths_that_are_too_long_are_listed(tmp_path: Path) -> None:
     assert (image, problem) == (tmp_path / "a" / "1.jpg", "")
     assert cause == "cannot read folder: File name too long"
     assert folder.is_relative_to(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    ("members", "image"),
+    [
+        (("npy", "txt"), ""),
+        (("txt", "image.npy"), "image.npy"),
+        (("image.npz", "image.npy"), "image.npz"),
+        (("image.npy", "png"), "png"),
+    ],
+)
+def test_arrays_are_images_by_their_name_and_without_another_image(
+    members: tuple[str, ...], image: str
+) -> None:
+    assert find_image(members) == image

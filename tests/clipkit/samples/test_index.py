@@ -59,7 +59,10 @@ def index_shard(path: Path) -> ShardIndex:
 
 def spans_of(found: ShardIndex) -> list[dict[str, tuple[int, int]]]:
     """Return the spans of each sample's members."""
-    return [{name: found.spans(row, [name])[0] for name in found.members(row)} for row in range(len(found))]
+    return [
+        {name: found.spans(found.find_layout(row), [name])[0] for name in found.members(row)}
+        for row in range(len(found))
+    ]
 
 
 def keys_of(found: ShardIndex) -> list[str]:
@@ -371,7 +374,7 @@ def test_stored_index_is_used_until_the_shard_changes(
     path.write_bytes(tar_of(PAIRS))
     first = index_shard(path)
     with monkeypatch.context() as patch:
-        patch.setattr(index, "tar_files", lambda path: pytest.fail("scanned again"))
+        patch.setattr(index, "list_tar_files", lambda path: pytest.fail("scanned again"))
         assert keys_of(index_shard(path)) == keys_of(first)
     changed = tar_of([("9.jpg", b"new"), ("9.txt", b"text")])
     path.write_bytes(changed)

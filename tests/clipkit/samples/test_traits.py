@@ -26,7 +26,7 @@ from clipkit.samples.traits import (
     Traits,
     color_of,
     is_transparent,
-    orientation_of,
+    read_orientation,
 )
 from tests.clipkit.made_images import DEEP, IMAGES, encoded, image_file, scene
 
@@ -240,7 +240,7 @@ def test_orientation_and_background_combine() -> None:
 
 def by_pillow(data: bytes) -> int:
     with pillow_errors(), Image.open(io.BytesIO(data)) as image:
-        return orientation_of(image)
+        return read_orientation(image)
 
 
 def with_segment(content: bytes) -> bytes:

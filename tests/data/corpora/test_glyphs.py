@@ -33,7 +33,7 @@ from data.corpora.fonts import (
     HELD_OUT,
     PRUNED,
     Glyph,
-    glyphs_of,
+    list_glyphs,
     outline_field,
     rasterize,
     skeleton_fields,
@@ -86,7 +86,7 @@ def meta(sample: dict[str, bytes]) -> dict[str, Any]:
 
 def glyph(file: str, character: str) -> Glyph:
     face = next(face for face in FACES if face.file == file)
-    return next(g for g in glyphs_of(face) if g.character == character and g.styles == face.styles)
+    return next(g for g in list_glyphs(face) if g.character == character and g.styles == face.styles)
 
 
 @pytest.mark.long
@@ -218,7 +218,7 @@ def test_captions_name_digits_by_word_and_by_figure(figure: str) -> None:
 
 def test_glyphs_are_characters_of_the_font() -> None:
     for face in FACES:
-        every = glyphs_of(face)
+        every = list_glyphs(face)
         assert every, face
         nothing = Glyph(face=face, draw="\U0010fff0", character="\U0010fff0", styles=())
         box = rasterize(nothing)  # the box drawn for missing characters
@@ -229,7 +229,7 @@ def test_glyphs_are_characters_of_the_font() -> None:
 
 def test_fonts_with_a_custom_encoding() -> None:
     assert glyph("cmmi10.ttf", "α").draw == "\u00ae"  # the code of the letter in TeX's math encoding
-    calligraphic = glyphs_of(next(face for face in FACES if face.file == "cmsy10.ttf"))
+    calligraphic = list_glyphs(next(face for face in FACES if face.file == "cmsy10.ttf"))
     assert {g.character for g in calligraphic} & {*string.ascii_lowercase, *string.digits} == set()
     one = glyph("cmmi10.ttf", "3")  # an old-style three descends below the baseline
     assert (

@@ -19,7 +19,7 @@ from clipkit.errors import DataError, run_command
 from clipkit.samples.traits import Decoding
 from data.__main__ import main
 from data.augment import Augmentation
-from data.inspect.report import notes, page_of
+from data.inspect.report import notes, render_page
 from data.inspect.samples import token_counts
 from data.shards.samples import Shards
 from data.sources import find_shards
@@ -149,7 +149,7 @@ def test_captions_that_are_not_utf8(samples: int, tmp_path: Path) -> None:
     if samples == 100:
         (cause,) = found.sampled.causes
         assert (cause.cause, cause.count) == ("caption is not UTF-8", 5)
-    page_of(found).encode()
+    render_page(found).encode()
     clean = look([str(tmp_path)], captions=["caption", "txt"]).captions
     assert clean.not_utf8 == 5
     write_tar(
@@ -489,7 +489,7 @@ def test_several_sources(good: Path, tmp_path: Path) -> None:
     write_tar(tmp_path / "more.tar", pairs(900, 2))
     found = look([str(good), str(tmp_path / "more.tar")])
     assert (found.shards.count, found.shards.samples) == (4, 38)
-    assert page_of(found).count("<img ") == 24
+    assert render_page(found).count("<img ") == 24
 
 
 def test_repeated_files_in_a_remote_shard(nginx: servers.Nginx, tmp_path: Path) -> None:
@@ -509,7 +509,7 @@ def test_remote_shards_are_read_in_parts_and_their_secrets_are_not_shown(
     assert (found.shards.samples, found.shards.missing, found.sampled.bad) == (12, ("00002",), 0)
     assert found.sampled.tried == 12 and len(found.sheet) == 12
     assert found.shards.beginnings == 0  # because they are small
-    page = page_of(found)
+    page = render_page(found)
     assert "s3cret" not in page and "s3cret" not in json.dumps(found.to_dict())
     assert look([nginx.url("set")]).shards.missing == ("00002",)
 

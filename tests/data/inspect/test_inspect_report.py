@@ -13,7 +13,7 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from data.__main__ import main
 from data.filters import Filter
-from data.inspect.report import notes, page_of
+from data.inspect.report import notes, render_page
 from data.inspect.survey import FieldSurvey
 from tests.data.inspected_tars import image_file, look, pairs, row, told, write_tar
 
@@ -135,12 +135,13 @@ def test_missing_captions_raise_the_error_of_training(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         look([str(path)], captions=["lnag"])
     assert str(caught.value) == (
-        "none of 12 samples examined has a caption in lnag (data.captions); members: jpg (12), txt (12), "
-        "json (12); json fields with text: lang"
+        "none of 12 samples examined has a caption in lnag (data.captions or --captions); "
+        "members: jpg (12), txt (12), json (12); json fields with text: lang"
     )
     without = with_json(tmp_path / "1.tar", METAS, text=False)
     with pytest.raises(
-        DataError, match=r"has a caption in txt \(data.captions\); members: .*; json fields with text: lang$"
+        DataError,
+        match=r"has a caption in txt \(data.captions .*\); members: .*; json fields with text: lang$",
     ):
         look([str(without)])
     empty = dict.fromkeys(range(5), b" ")
@@ -177,7 +178,7 @@ def test_bad_samples_are_shown_and_duplicates_named(tmp_path: Path) -> None:
     assert shown["000002"].picture == b"" and shown["000003"].picture[8:12] == b"WEBP"
     assert shown["000002"].caption == "an image of thing 2"
     assert row(found, "images", "identical files") == "2 images: | 0.tar: 000004 = 0.tar: 000005"
-    assert page_of(found).count("<img ") == len(found.sheet) + 4
+    assert render_page(found).count("<img ") == len(found.sheet) + 4
 
 
 def test_only_a_few_duplicates_are_shown(tmp_path: Path) -> None:
@@ -227,5 +228,14 @@ def test_unknown_caption_field_is_reported(tmp_path: Path) -> None:
     members = [*pairs(0, 6), *((f"{number:06d}.json", b'{"alt_text": "a"}') for number in range(6))]
     write_tar(tmp_path / "0.tar", sorted(members))
     found = look([str(tmp_path)], captions=["txt", "alt"])
-    assert "data.captions: no sample read has the json field 'alt': available fields: alt_text" in told(found)
-    assert "data.captions" not in told(look([str(tmp_path)], captions=["txt", "alt_text"]))
+    assert "--captions: no sample read has the json field 'alt': available fields: alt_text" in told(found)
+    assert "--captions" not in told(look([str(tmp_path)], captions=["txt", "alt_text"]))
+
+
+@pytest.mark.parametrize(("repeated", "is_noted"), [(8, True), (6, False)])
+def test_many_repeated_captions_are_noted(tmp_path: Path, repeated: int, is_noted: bool) -> None:
+    captions = dict.fromkeys(range(repeated), b"the same")
+    write_tar(tmp_path / "train/0.tar", pairs(0, 12, captions=captions))
+    report = look([str(tmp_path)], batch_size=1)
+    assert ("captions repeat another one" in told(report)) == is_noted
+    assert row(report, "shards", "split") == "train, and files that state no split"

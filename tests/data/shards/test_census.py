@@ -15,7 +15,7 @@ import pytest
 import webdataset
 
 from clipkit.errors import DataError
-from clipkit.samples.index import index_place
+from clipkit.samples.index import index_path
 from clipkit.samples.remote import ShardCache
 from clipkit.samples.remote.store import ShardFile
 from data.selection import SelectedShard, Selection
@@ -126,7 +126,7 @@ from clipkit.errors import run_command
 from data.shards import manifest as census
 from data.shards.manifest import make_manifest
 from data.selection import SelectedShard, Selection
-from clipkit.samples.index import index_place
+from clipkit.samples.index import index_path
 from clipkit.samples.remote import ShardCache
 from clipkit.samples.remote.store import ShardFile
 
@@ -214,7 +214,7 @@ def test_many_remote_shards_must_be_indexed_before_training(
         make_manifest([remote], Selection(), cache=cache)
     stated[0] = None
     for shard in remote[:10]:
-        index_place(shard).parent.mkdir(parents=True, exist_ok=True)
-        index_place(shard).touch()
+        index_path(shard).parent.mkdir(parents=True, exist_ok=True)
+        index_path(shard).touch()
     with pytest.raises(LookupError):
         make_manifest([remote], Selection(), cache=cache)

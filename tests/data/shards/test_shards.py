@@ -271,7 +271,7 @@ def test_error_without_pairs_lists_extensions(tmp_path: Path) -> None:
         shards_of(path)
     assert str(caught.value) == (
         f"shard {path} has no sample with image and caption; members: caption (3), npy (3), jpg (1): "
-        "set data.captions=caption"
+        "set data.captions=caption (training) or --captions caption (commands)"
     )
     with pytest.raises(DataError, match="no sample with image and caption; members: none"):
         shards_of(write_tar(tmp_path / "1.tar"))

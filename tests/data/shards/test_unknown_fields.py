@@ -84,7 +84,7 @@ def test_unknown_caption_field_lists_available_fields(shards: int, choice: str, 
     said = refusal(METAS, Selection(captions=rule), tmp_path, shards=shards)
     looked = 3 * min(shards, 8)
     assert said.startswith(
-        f"none of {looked} samples examined has a caption in captoin (data.captions); members: "
+        f"none of {looked} samples examined has a caption in captoin (data.captions or --captions); members: "
     )
     assert f"txt ({looked})" in said and said.endswith("json fields with text: alt.en, caption, tags")
 
@@ -95,20 +95,22 @@ def test_caption_field_without_json_suggests_caption_files(shards: int, choice: 
     rule = CaptionRule(fields=("alt",), choice=choice)
     said = refusal([{"txt": "text"}] * 2, Selection(captions=rule), tmp_path, shards=shards)
     looked = 2 * min(shards, 8)
-    assert said.startswith(f"none of {looked} samples examined has a caption in alt (data.captions); ")
+    assert said.startswith(
+        f"none of {looked} samples examined has a caption in alt (data.captions or --captions); "
+    )
     assert f"txt ({looked})" in said and said.endswith("json fields with text: none")
 
 
 def test_fields_without_text_and_hostile_names_are_reported(tmp_path: Path) -> None:
     said = refusal([{"json": '{"text": "x"}'}] * 2, Selection(), tmp_path)
     assert said == (
-        "none of 2 samples examined has a caption in txt (data.captions); members: jpg (2), json (2); "
-        "json fields with text: text"
+        "none of 2 samples examined has a caption in txt (data.captions or --captions); "
+        "members: jpg (2), json (2); json fields with text: text"
     )
     said = refusal(METAS, Selection(captions=CaptionRule(fields=("width",))), tmp_path)
     assert said == (
-        "none of 3 samples examined has a caption in width (data.captions); members: jpg (3), json (3), txt (3); "
-        "json fields with text: alt.en, caption, tags"
+        "none of 3 samples examined has a caption in width (data.captions or --captions); "
+        "members: jpg (3), json (3), txt (3); json fields with text: alt.en, caption, tags"
     )
     hostile = [{"json": json.dumps({"a\x1b[2J\n": "1", "x" * 99: "2", "": "3"})}]
     said = refusal(hostile, Selection(captions=CaptionRule(fields=("z",))), tmp_path)

@@ -15,7 +15,7 @@ import pytest
 
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
-from clipkit.samples.remote.store import ShardFile, describe, download, read_range
+from clipkit.samples.remote.store import ShardFile, describe_files, download, read_range
 from clipkit.samples.remote.transfer import Patience
 from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
@@ -44,12 +44,12 @@ def closed_port() -> int:
 
 def test_error_names_host_and_cause(closed_port: int, caplog: pytest.LogCaptureFixture) -> None:
     url = f"http://u:p-word@127.0.0.1:{closed_port}/0.tar?sig=s1gn4ture"
-    message = error_of(lambda: describe([url]))
+    message = error_of(lambda: describe_files([url]))
     assert message.startswith(
         f"http://127.0.0.1:{closed_port}/0.tar: the connection failed (Connection refused): no server"
     )
     assert "; gave up after 3 tries in 0 s" in message
-    message = error_of(lambda: describe(["http://no-such-host.invalid/0.tar"]))
+    message = error_of(lambda: describe_files(["http://no-such-host.invalid/0.tar"]))
     assert message.startswith("http://no-such-host.invalid/0.tar: the host is unknown (")
     assert "a wrong name, or no network; gave up after 3 tries" in message
     assert not caplog.records
@@ -62,7 +62,7 @@ def test_wrong_s3_endpoint_raises_error(s3: S3, closed_port: int, monkeypatch: p
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
         monkeypatch.setattr(transfer, "_clients", {})
-        message = error_of(lambda: describe(["s3://pairs/0.tar"]))
+        message = error_of(lambda: describe_files(["s3://pairs/0.tar"]))
         assert said in message and "gave up after 3 tries" in message
 
 
@@ -70,6 +70,11 @@ def test_failing_commands_raise_error(tmp_path: Path, caplog: pytest.LogCaptureF
     for command, tries, said in (
         ("exit 3", 3, "the command failed with status 3; gave up after 3 tries"),
         ("kill -9 $$", 3, "the command failed by signal 9; gave up after 3 tries"),
+        (
+            "echo a; printf 'one\ncannot get s3://k:t0ken@b/x?sig=t0ken\n\n' >&2; exit 3",
+            3,
+            "failed with status 3 (cannot get s3://b/x); gave up after 3 tries",
+        ),
         ("no-such-program-here t0ken", 1, "failed with status 127: a program was not found"),
         ("/dev/null", 1, "failed with status 126: a program cannot be run"),
     ):
@@ -112,7 +117,7 @@ def test_starting_server_is_waited_for(nginx: Nginx, monkeypatch: pytest.MonkeyP
     nginx.kill()
     monkeypatch.setattr(transfer, "PATIENCE", replace(transfer.PATIENCE, contact_waits=(0.6, 1.0)))
     threading.Timer(0.3, nginx.start).start()
-    assert describe([nginx.url("0.tar")])[0].size == 1000
+    assert describe_files([nginx.url("0.tar")])[0].size == 1000
     waits = Patience().contact_waits
     assert (
         0.8 * sum(waits) > 3 and sum(waits) <= Patience().contact_seconds
@@ -121,17 +126,19 @@ def test_starting_server_is_waited_for(nginx: Nginx, monkeypatch: pytest.MonkeyP
 
 def test_overloaded_server_is_retried_8_times_at_once(nginx: Nginx) -> None:
     nginx.busy(True)
-    assert "8 tries" in error_of(lambda: describe([nginx.url("0.tar")]))
+    assert "8 tries" in error_of(lambda: describe_files([nginx.url("0.tar")]))
     # the 503 was a response: later failures are an outage
     nginx.kill()
-    assert "(Connection refused)" in (message := error_of(lambda: describe([nginx.url("0.tar")])))
+    assert "(Connection refused)" in (message := error_of(lambda: describe_files([nginx.url("0.tar")])))
     assert "8 tries" in message
 
 
 def test_outage_after_first_response_is_waited_out(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(1000)
     url = nginx.put("0.tar", data)
-    assert "no such file" in error_of(lambda: describe([nginx.url("none.tar")]))  # also counts as a response
+    assert "no such file" in error_of(
+        lambda: describe_files([nginx.url("none.tar")])
+    )  # also counts as a response
     nginx.restart_after(0.4)
     download(whole(url), tmp_path / "got")
     assert (tmp_path / "got").read_bytes() == data
@@ -145,9 +152,10 @@ def test_known_and_prefetched_shards_are_retried_8_times(closed_port: int, tmp_p
     command = whole("pipe:false 0.tar")
     cache = ShardCache(tmp_path / "cache", 1 << 30)
     assert "3 tries" in error_of(lambda: cache.fetch(command))
-    cache.prefetch([command], threads=1)
-    cache.close()
-    assert "8 tries" in error_of(lambda: cache.fetch(command))
+    for were_counted, tries in ((False, "3 tries"), (True, "8 tries")):
+        cache.prefetch([command], threads=1, were_counted=were_counted)
+        cache.close()
+        assert tries in error_of(lambda: cache.fetch(command))
 
 
 def test_command_that_succeeded_before_is_retried_8_times(tmp_path: Path) -> None:
@@ -168,7 +176,7 @@ def _says_8_tries(url: str) -> None:
 
 def test_forked_process_inherits_known_stores(nginx: Nginx) -> None:
     url = nginx.put("0.tar", bytes(1000))
-    describe([url])
+    describe_files([url])
     nginx.kill()
     child = multiprocessing.get_context("fork").Process(target=_says_8_tries, args=(url,))
     child.start()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clipkit.samples.remote import HUB_FORM, describe, list_folder, transfer
+from clipkit.samples.remote import HUB_FORM, describe_files, list_folder, transfer
 from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx, error_of
@@ -87,11 +87,11 @@ def test_unreachable_hub_raises_error(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         use(endpoint, monkeypatch)
         for work in (
-            lambda: describe(["hf://datasets/who/what/0.tar"]),
+            lambda: describe_files(["hf://datasets/who/what/0.tar"]),
             lambda: list_folder("hf://datasets/who/what"),
         ):
             message = error_of(work)
             assert said in message and "gave up after 3 tries" in message
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = error_of(lambda: describe(["hf://datasets/who/what/0.tar"]))
+    message = error_of(lambda: describe_files(["hf://datasets/who/what/0.tar"]))
     assert message == "hf://datasets/who/what/0.tar: HF_HUB_OFFLINE forbids downloads: unset it"

@@ -20,7 +20,7 @@ import pytest
 from clipkit.files.atomic import FileLock
 from clipkit.samples.remote import cache as shard_cache
 from clipkit.samples.remote.cache import ShardCache
-from clipkit.samples.remote.store import ShardFile, describe
+from clipkit.samples.remote.store import ShardFile, describe_files
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx, Unruly, error_of
 
@@ -41,7 +41,7 @@ def put(nginx: Nginx, count: int, size: int = 50_000, of: str = "") -> tuple[lis
     urls = [nginx.put(f"{number:05d}.tar", data) for number, data in enumerate(contents)]
     if of:
         urls = [nginx.url(f"{number:05d}.tar", of=of) for number in range(count)]
-    return describe(urls), contents
+    return describe_files(urls), contents
 
 
 def downloads(nginx: Nginx) -> list[str]:
@@ -78,7 +78,7 @@ def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 def test_each_shard_is_downloaded_once(nginx: Nginx, s3: S3, tmp_path: Path) -> None:
     shards, contents = put(nginx, 3)
     contents.append(os.urandom(70_000))
-    shards += describe([s3.put("0.tar", contents[-1])])
+    shards += describe_files([s3.put("0.tar", contents[-1])])
     cache = ShardCache(tmp_path / "cache", LARGE)
     for _ in range(2):
         for shard, data in zip(shards, contents, strict=True):
@@ -155,7 +155,7 @@ def test_streams_of_unknown_size_respect_the_limit(tmp_path: Path, monkeypatch: 
 
 
 def test_changed_bytes_of_the_same_version_raise_error(unruly: Unruly, tmp_path: Path) -> None:
-    [shard] = describe([unruly.url])
+    [shard] = describe_files([unruly.url])
     cache = ShardCache(tmp_path / "cache", LARGE)
     cache.fetch(shard).unlink()
     unruly.script = ["other"]

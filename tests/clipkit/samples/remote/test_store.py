@@ -18,14 +18,14 @@ from clipkit.samples.remote import store, transfer
 from clipkit.samples.remote.store import (
     RangedBytes,
     ShardFile,
-    describe,
+    describe_files,
     download,
     download_all,
     list_folder,
     read_range,
     read_text,
 )
-from clipkit.samples.tar import tar_files, tar_files_of
+from clipkit.samples.tar import list_tar_content, list_tar_files
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx, error_of, whole
 
@@ -60,7 +60,7 @@ def test_web_server_folder_is_listed(nginx: Nginx) -> None:
         assert [shard.name for shard in shards] == names  # numeric order: 10 after 9
         assert [shard.size for shard in shards] == list(range(12))
         assert all(shard.url == nginx.url(f"set/{shard.name}") and shard.version for shard in shards)
-    assert list_folder(nginx.url("set/more")) == describe([nginx.url("set/more/0.tar")])
+    assert list_folder(nginx.url("set/more")) == describe_files([nginx.url("set/more/0.tar")])
     assert list_folder(nginx.url("")) == []
     assert list_folder(nginx.url("nothing")) == []
     assert read_text(nginx.url("set/nshards.txt"), limit=3) == "12\n"
@@ -100,14 +100,14 @@ def test_many_shards_are_described_in_one_call(nginx: Nginx, tmp_path: Path) -> 
     urls = [nginx.put(f"{number:05d}.tar", bytes(number)) for number in range(100)]
     local = tmp_path / "here.tar"
     local.write_bytes(b"123")
-    shards = describe([*urls, str(local), "pipe:cat x"])
+    shards = describe_files([*urls, str(local), "pipe:cat x"])
     assert [shard.size for shard in shards] == [*range(100), 3, -1]
     assert shards[-2] == ShardFile.at(local) and shards[-1].version == ""
     missing = [nginx.url(f"{number}.tar?sig=s1gn4ture") for number in range(3)]
-    message = error_of(lambda: describe([*urls, *missing]))
+    message = error_of(lambda: describe_files([*urls, *missing]))
     assert message.startswith("3 of 103 shards are missing") and message.endswith("/0.tar")
-    assert "no such file" in error_of(lambda: describe(missing[:1]))
-    assert describe([]) == []
+    assert "no such file" in error_of(lambda: describe_files(missing[:1]))
+    assert describe_files([]) == []
 
 
 def test_s3_listing_download_and_ranges(s3: S3, tmp_path: Path) -> None:
@@ -119,7 +119,7 @@ def test_s3_listing_download_and_ranges(s3: S3, tmp_path: Path) -> None:
     locked = s3.put("set/200.tar", data, ServerSideEncryption="aws:kms")
     shards = list_folder("s3://pairs/set/")
     assert [shard.url for shard in shards] == ["s3://pairs/set/9.tar", plain, parts, locked]
-    assert shards == describe([shard.url for shard in shards])
+    assert shards == describe_files([shard.url for shard in shards])
     assert shards[1].version == hashlib.md5(data).hexdigest() and shards[1].size == len(data)
     for shard, wanted in zip(shards, [b"", data, data + bytes(3 << 20) + data, data], strict=True):
         assert download(shard, tmp_path / "got") == zlib.crc32(wanted)
@@ -129,7 +129,7 @@ def test_s3_listing_download_and_ranges(s3: S3, tmp_path: Path) -> None:
     for work in (lambda: read_range(shards[1], 0, 9), lambda: download(shards[1], tmp_path / "got")):
         assert "has changed since it was indexed" in error_of(work)
     assert read_text("s3://pairs/set/nshards.txt", limit=9) is None
-    assert "no such file" in error_of(lambda: describe(["s3://pairs/none.tar"]))
+    assert "no such file" in error_of(lambda: describe_files(["s3://pairs/none.tar"]))
     assert list_folder("s3://nobody/set") == []
 
 
@@ -165,14 +165,14 @@ def test_hugging_face_listing_download_and_ranges(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     [shard] = list_folder("hf://datasets/who/what/set")
     assert shard == ShardFile(url="hf://datasets/who/what/set/0.tar", size=len(data), version=digest)
-    assert describe([shard.url]) == [shard]
+    assert describe_files([shard.url]) == [shard]
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     assert read_range(shard, 5, 500) == data[5:500]
     nginx.put("blobs/0.tar", bytes(len(data)))
     assert "checksum" in error_of(lambda: download(shard, tmp_path / "got"))
     monkeypatch.setenv("HF_TOKEN", "other")
-    assert "status 401" in error_of(lambda: describe([shard.url]))
-    assert "not a file of a repository" in error_of(lambda: describe(["hf://x"]))
+    assert "status 401" in error_of(lambda: describe_files([shard.url]))
+    assert "not a file of a repository" in error_of(lambda: describe_files(["hf://x"]))
 
 
 def test_file_protocol_listing_download_and_ranges(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_file_protocol_listing_download_and_ranges(tmp_path: Path) -> None:
     (tmp_path / "more").mkdir()
     url = f"file://{tmp_path}"
     [shard] = list_folder(url)
-    assert shard.url == f"{url}/0.tar" and [shard] == describe([shard.url])
+    assert shard.url == f"{url}/0.tar" and [shard] == describe_files([shard.url])
     assert read_range(shard, 5 << 20, 7 << 20) == data[5 << 20 : 7 << 20]
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
@@ -242,9 +242,9 @@ def test_header_scan_uses_few_requests(
     sizes: list[int], requests: int, share: float, nginx: Nginx, tmp_path: Path
 ) -> None:
     data = tar_of(tmp_path / "0.tar", sizes)
-    [shard] = describe([nginx.put("0.tar", data)])
+    [shard] = describe_files([nginx.put("0.tar", data)])
     content = RangedBytes(shard)
-    assert list(tar_files_of("x", content)) == list(tar_files(tmp_path / "0.tar"))
+    assert list(list_tar_content("x", content)) == list(list_tar_files(tmp_path / "0.tar"))
     assert content.requests <= requests
     assert content.bytes_read <= share * len(data)
 
@@ -287,3 +287,29 @@ def test_forked_processes_and_threads_can_read(nginx: Nginx, s3: S3) -> None:
     for child in children:
         child.join(20)
         assert child.exitcode == 0
+
+
+SIGNED = "https://b.s3.amazonaws.com/0.tar?versionId=1&X-Amz-Date={0}&X-Amz-Expires=60&X-Amz-Signature=a{0}"
+
+
+@pytest.mark.parametrize("url", [SIGNED, "https://storage.googleapis.com/b/0.tar?X-Goog-Signature={0}"])
+def test_signatures_of_urls_do_not_name_another_file(url: str) -> None:
+    def identify(url: str, version: str = "etag", size: int = 9) -> str:
+        return ShardFile(url=url, size=size, version=version).identity
+
+    first = identify(url.format(1))
+    assert first == identify(url.format(2))
+    others = {
+        identify(url.format(1).replace("0.tar", "1.tar")),
+        identify(url.format(1).replace("?", "?part=1&")),
+        identify(url.format(1), version="other"),
+        identify(url.format(1), size=8),
+        identify(url.format(1), version=""),
+        identify(url.format(2), version=""),
+    }
+    if "versionId" in url:
+        others.add(identify(url.format(1).replace("versionId=1", "versionId=2")))
+    assert len(others) == 6 + ("versionId" in url) and first not in others
+    assert identify("pipe:cat 0.tar?X-Amz-Date=1", version="", size=-1).startswith(
+        "pipe:cat 0.tar?X-Amz-Date=1\n"
+    )

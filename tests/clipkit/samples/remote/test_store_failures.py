@@ -20,7 +20,7 @@ from clipkit.errors import DataError
 from clipkit.files import redact_url
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
-from clipkit.samples.remote.store import ShardFile, describe, download, list_folder, read_range
+from clipkit.samples.remote.store import ShardFile, describe_files, download, list_folder, read_range
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
 from data.sources import find_shards
@@ -38,7 +38,7 @@ unruly = servers.unruly
 def test_download_continues_after_server_is_killed(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(5 << 20)
     nginx.put("0.tar", data)
-    [shard] = describe([nginx.url("0.tar", of="slow/")])
+    [shard] = describe_files([nginx.url("0.tar", of="slow/")])
     sizes: list[int] = []
 
     def kill(size: int) -> None:
@@ -57,7 +57,7 @@ def test_busy_server_is_retried(nginx: Nginx, tmp_path: Path) -> None:
     nginx.put("0.tar", bytes(1000))
     nginx.busy(True)
     threading.Timer(0.2, nginx.busy, [False]).start()
-    [shard] = describe([nginx.url("0.tar")])
+    [shard] = describe_files([nginx.url("0.tar")])
     assert shard.size == 1000
     nginx.busy(True)
     message = error_of(lambda: download(shard, tmp_path / "got"))
@@ -66,7 +66,7 @@ def test_busy_server_is_retried(nginx: Nginx, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["short", "stall", "silent", "reset", "502", "429"])
 def test_transient_faults_are_retried_at_the_last_byte(fault: str, unruly: Unruly, tmp_path: Path) -> None:
-    [shard] = describe([unruly.url])
+    [shard] = describe_files([unruly.url])
     unruly.requests.clear()
     unruly.script = [fault, fault]
     assert download(shard, tmp_path / "got") == zlib.crc32(unruly.data)
@@ -82,7 +82,7 @@ def test_transient_faults_are_retried_at_the_last_byte(fault: str, unruly: Unrul
 
 
 def test_permanent_faults_raise_error(unruly: Unruly, tmp_path: Path) -> None:
-    [shard] = describe([unruly.url])
+    [shard] = describe_files([unruly.url])
     works = (lambda: read_range(shard, 10, 99), lambda: download(shard, tmp_path / "got"))
     for word, said in (
         ("etag", "has changed since it was indexed"),
@@ -136,14 +136,14 @@ def test_restarted_download_must_make_progress(
 def test_unreachable_host_and_invalid_urls_raise_error(tmp_path: Path) -> None:
     message = error_of(lambda: read_range(whole("http://u:p-word@127.0.0.1:9/0.tar?X-Sig=s1gn4ture"), 0, 9))
     assert message.startswith("http://127.0.0.1:9/0.tar: the connection failed")
-    assert "invalid URL" in error_of(lambda: describe(["http://[x/0.tar"]))
-    assert "gopher:// is not supported" in error_of(lambda: describe(["gopher://x/0.tar"]))
+    assert "invalid URL" in error_of(lambda: describe_files(["http://[x/0.tar"]))
+    assert "gopher:// is not supported" in error_of(lambda: describe_files(["gopher://x/0.tar"]))
 
 
 def test_server_without_ranges_rejects_range_reads(nginx: Nginx, tmp_path: Path) -> None:
     data = os.urandom(100_000)
     nginx.put("0.tar", data)
-    [shard] = describe([nginx.url("0.tar", of="whole/")])
+    [shard] = describe_files([nginx.url("0.tar", of="whole/")])
     assert shard.size == len(data)
     assert download(shard, tmp_path / "got") == zlib.crc32(data)
     for start, stop in ((0, 10), (10, 20), (0, len(data))):
@@ -183,7 +183,7 @@ def test_server_without_ranges_is_reported_before_samples_are_read(
 
 
 def test_local_write_errors_are_not_retried(nginx: Nginx, tmp_path: Path) -> None:
-    [shard] = describe([nginx.put("0.tar", bytes(100_000))])
+    [shard] = describe_files([nginx.put("0.tar", bytes(100_000))])
     assert "No space left" in error_of(lambda: download(shard, Path("/dev/full")))
     assert "Is a directory" in error_of(lambda: download(shard, tmp_path))
     longer = tmp_path / "got"
@@ -232,13 +232,13 @@ def test_credentials_in_url_are_used_and_not_logged(
     caplog.set_level(logging.INFO)
     nginx.put("0.tar", bytes(1000))
     url = nginx.url("0.tar?X-Amz-Signature=s1gn4ture", of="secret/").replace("//", "//u:p-word@")
-    [shard] = describe([url])
+    [shard] = describe_files([url])
     assert shard.size == 1000 and shard.url == url
     folder = nginx.url("", of="secret/").replace("//", "//u:p-word@")
     assert [one.url for one in list_folder(folder)] == [url.partition("?")[0]]
     wrong = url.replace("p-word", "wrong-p-word")
-    assert "status 401" in error_of(lambda: describe([wrong]))
-    assert "status 403" in error_of(lambda: describe([nginx.url("0.tar?token=t0ken", of="forbidden/")]))
+    assert "status 401" in error_of(lambda: describe_files([wrong]))
+    assert "status 403" in error_of(lambda: describe_files([nginx.url("0.tar?token=t0ken", of="forbidden/")]))
     nginx.busy(True)
     assert "503" in error_of(lambda: download(shard, tmp_path / "got"))
     nginx.kill()
@@ -251,15 +251,15 @@ def test_credentials_in_netrc_are_used(nginx: Nginx, tmp_path: Path, monkeypatch
     nginx.put("0.tar", bytes(1000))
     url = nginx.url("0.tar", of="secret/")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert "status 401" in error_of(lambda: describe([url]))
+    assert "status 401" in error_of(lambda: describe_files([url]))
     (tmp_path / "netrc").write_text("machine 127.0.0.1 login u password p-word\n")
-    assert describe([url])[0].size == 1000
+    assert describe_files([url])[0].size == 1000
 
 
 def test_s3_without_credentials_raises_error(s3: S3, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
-    message = error_of(lambda: describe(["s3://pairs/0.tar"]))
+    message = error_of(lambda: describe_files(["s3://pairs/0.tar"]))
     assert message.startswith("s3://pairs/0.tar: no credentials in the environment") and "ANON" in message
 
 
@@ -279,7 +279,7 @@ def test_missing_library_names_the_extra(
     monkeypatch.setattr(transfer, "_clients", {})
     monkeypatch.delitem(registry._registry, protocol, raising=False)
     monkeypatch.setitem(sys.modules, module, None)
-    message = error_of(lambda: describe([f"{protocol}://datasets/who/0.tar"]))
+    message = error_of(lambda: describe_files([f"{protocol}://datasets/who/0.tar"]))
     assert message == f"{protocol}:// needs: pip install -e '.[{extra}]'"
     assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
