@@ -20,13 +20,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils.checkpoint import checkpoint
 
 from clipkit.model.architectures import Decoder
 from clipkit.model.towers import (
     Attention,
     Mlp,
     Padded,
+    Recompute,
     ResidualAttentionBlock,
     Rows,
     Transformer,
@@ -58,7 +58,7 @@ class CrossAttentionBlock(nn.Module):
     """A pre-norm block whose tokens attend to those of an image; without an MLP if ``mlp_ratio`` is 0.
 
     Attributes:
-        recompute: whether activations are recomputed in the backward pass instead of kept.
+        recompute: see ``ResidualAttentionBlock``.
     """
 
     def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
@@ -70,18 +70,15 @@ class CrossAttentionBlock(nn.Module):
         if mlp_ratio:
             self.ln_2 = nn.LayerNorm(width)
             self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
-        self.recompute = False
+        self.recompute: Recompute | None = None
 
     def forward(self, x: Tensor, image: ImageTokens) -> Tensor:
         """Compute tokens that attend to those of images: (B, L, D) → (B, L, D).
 
         With the ``keys_values`` of images, x may have several rows for each of them, in their order.
         """
-        if self.recompute and torch.is_grad_enabled():
-            out: Tensor = checkpoint(
-                self.compute_block, x, image, use_reentrant=False, preserve_rng_state=False
-            )
-            return out
+        if self.recompute is not None and torch.is_grad_enabled():
+            return self.recompute(CrossAttentionBlock.compute_block, self, x, image)
         return self.compute_block(x, image)
 
     def compute_block(self, x: Tensor, image: ImageTokens) -> Tensor:

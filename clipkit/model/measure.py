@@ -13,7 +13,7 @@ half of it.
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -325,7 +325,7 @@ class Meter(TorchDispatchMode):
             return self._shadow_of(meta_args[0])
         result = _RESULTS.get(func, func)(*meta_args, **meta_kwargs)
         formula = _FORMULAS.get(func.overloadpacket)
-        if formula is not None:
+        if formula is not None and not _is_recomputing():
             self.flops += formula(*meta_args, **meta_kwargs, out_val=result)
         if func is _aten._to_copy.default and _address(meta_args[0]) in self._parameters:
             self._copies[self._count] = _address(meta_args[0]) in self._in_blocks
@@ -387,6 +387,51 @@ class Meter(TorchDispatchMode):
             block_copies=most_block_copies,
             together=most_together,
         )
+
+
+def _is_recomputing() -> bool:
+    """Return whether a backward pass is computing a forward pass: its own operations need no graph."""
+    return torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0
+
+
+class _AllRecomputed(Exception):
+    """What was saved for the backward pass has been computed again."""
+
+
+def recompute_function(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call a function whose activations are recomputed in the backward pass.
+
+    torch's ``checkpoint`` does the same, but imports torch's compiler.
+    """
+    bf16 = torch.is_autocast_enabled("cpu")
+    saved = 0
+    recomputed: dict[int, Tensor] = {}
+
+    def count(tensor: Tensor) -> int:
+        nonlocal saved
+        saved += 1
+        return saved - 1
+
+    def keep(tensor: Tensor) -> Tensor:
+        # an output that is saved would be part of a reference cycle
+        tensor = tensor.detach()
+        recomputed[len(recomputed)] = tensor
+        if len(recomputed) == saved:
+            raise _AllRecomputed
+        return tensor
+
+    def recompute(i: int) -> Tensor:
+        if not recomputed:
+            hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+            precision = torch.autocast("cpu", torch.bfloat16, enabled=bf16)
+            with suppress(_AllRecomputed), torch.enable_grad(), precision, hooks:
+                function(*arguments)
+        value = recomputed[i]
+        recomputed[i] = None  # type: ignore[assignment]
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(count, recompute):
+        return function(*arguments)
 
 
 def _address(tensor: Tensor) -> int:

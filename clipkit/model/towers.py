@@ -16,7 +16,6 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
 from clipkit.model.resample import resize_grid
@@ -231,6 +230,7 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
 
 Rows: TypeAlias = Padded | Packed
 Kernel: TypeAlias = Callable[["ResidualAttentionBlock", Tensor, Rows], Tensor]
+Recompute: TypeAlias = Callable[..., Tensor]
 
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
@@ -314,7 +314,8 @@ class ResidualAttentionBlock(nn.Module):
     Attributes:
         kernels: compiled functions for training, for all tokens and for those that are read, or None; see
             clipkit/training/parallel.py.
-        recompute: whether activations are recomputed in the backward pass instead of kept.
+        recompute: a function that calls another with arguments, and recomputes its activations in the backward pass
+            instead of keeping them; or None.
     """
 
     def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
@@ -324,7 +325,7 @@ class ResidualAttentionBlock(nn.Module):
         self.ln_2 = nn.LayerNorm(width)
         self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.kernels: tuple[Kernel, Kernel] | None = None
-        self.recompute = False
+        self.recompute: Recompute | None = None
 
     def forward(self, x: Tensor, rows: Rows, *, readout: bool = False) -> Tensor:
         """Compute all tokens, (B, L, D) → (B, L, D), or with ``readout`` one of each row, (B, L, D) → (B, D).
@@ -337,10 +338,8 @@ class ResidualAttentionBlock(nn.Module):
             kernel = ResidualAttentionBlock.compute_readout
         if self.kernels is not None and self.training:
             kernel = self.kernels[readout]
-        if self.recompute and torch.is_grad_enabled():
-            # a block is deterministic
-            out: Tensor = checkpoint(kernel, self, x, rows, use_reentrant=False, preserve_rng_state=False)
-            return out
+        if self.recompute is not None and torch.is_grad_enabled():
+            return self.recompute(kernel, self, x, rows)
         return kernel(self, x, rows)
 
     def compute_tokens(self, x: Tensor, rows: Rows) -> Tensor:

@@ -36,6 +36,7 @@ from clipkit.model.measure import (
     copy_without_values,
     image_flops,
     measuring,
+    recompute_function,
     text_flops,
 )
 from clipkit.model.names import create_architecture
@@ -219,7 +220,7 @@ def measure_step(
     length = length or text.context_length
     with measuring() as meter:
         shadow = copy_without_values(model)
-        recompute_blocks(shadow, every=recompute)
+        recompute_blocks(shadow, every=recompute, recompute=recompute_function)
         step = TrainingStep(
             shape=model.architecture,
             objective=OBJECTIVES["none"](),
@@ -633,8 +634,8 @@ def _measure_step_flops(work: Workload, costs: StepCosts | None = None) -> int:
     """Return the FLOPs of a step on all ranks together; ``costs`` are those of ``measure_workload``."""
     model = work.model
     rows = math.ceil(work.batch_size / work.world)
-    if costs is None or work.recompute:  # what is computed again does not count
-        costs = measure_workload(replace(work, batch_size=_FEW * work.world, parts=1, recompute=0))
+    if costs is None:
+        costs = measure_workload(replace(work, batch_size=_FEW * work.world, parts=1))
     flops = rows * costs.flops // costs.rows
     if work.averaged and not _encodes_twice(work.terms):
         flops += rows * _measure_encoding(model)

@@ -24,7 +24,7 @@ from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import CrossAttentionBlock
 from clipkit.model.lora import add_adapters
-from clipkit.model.towers import Kernel, ResidualAttentionBlock
+from clipkit.model.towers import Kernel, Recompute, ResidualAttentionBlock
 from clipkit.objectives import Term
 
 if TYPE_CHECKING:
@@ -437,7 +437,15 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
 _WITHOUT_EFFECT = ("ModifiedResNet",)  # open_clip's accepts the call and does nothing
 
 
-def recompute_blocks(model: CLIP, every: int = 1) -> None:
+def recompute_function(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Call a function without random numbers, whose activations are recomputed in the backward pass."""
+    from torch.utils.checkpoint import checkpoint
+
+    result: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+def recompute_blocks(model: CLIP, every: int = 1, *, recompute: Recompute = recompute_function) -> None:
     """Recompute every ``every``-th block of each tower in the backward pass; 0 recomputes none.
 
     Activation checkpointing (Chen et al. 2016, https://arxiv.org/abs/1604.06174): the block keeps only its input.
@@ -445,14 +453,12 @@ def recompute_blocks(model: CLIP, every: int = 1) -> None:
     ``every`` from 1 turns on. May be called at any time, see ``compile_blocks``.
     """
     assert every >= 0, every
-    for transformer in model.transformers.values():
-        for depth, block in enumerate(transformer.blocks):
-            block.recompute = every > 0 and depth % every == 0
+    stacks: list[Sequence[Any]] = [transformer.blocks for transformer in model.transformers.values()]
     if model.text_decoder is not None:
-        for depth, block in enumerate(model.text_decoder.blocks):
-            block.recompute = every > 0 and depth % every == 0
-        for depth, cross in enumerate(model.text_decoder.cross_blocks):
-            cross.recompute = every > 0 and depth % every == 0
+        stacks += [model.text_decoder.blocks, model.text_decoder.cross_blocks]
+    for stack in stacks:
+        for depth, block in enumerate(stack):
+            block.recompute = recompute if every and depth % every == 0 else None
     if "image" not in model.transformers and model.architecture.vision.has_blocks:
         _switch(model.visual, "image", on=every > 0)
     if model.text is not None and model.architecture.text.has_blocks:

@@ -19,7 +19,7 @@ from clipkit.training.costs import (
     measure_step,
     memory_of,
 )
-from clipkit.training.parallel import blocks, linear_parameters
+from clipkit.training.parallel import blocks, linear_parameters, recompute_function
 
 SMALL = "ViT-Ti-8-48"
 STEP_MEMORY = Path(__file__).parents[3] / "bench" / "results" / "step_memory.json"
@@ -49,6 +49,21 @@ def test_recomputed_blocks_keep_only_their_inputs() -> None:
     assert more == 16 * 37 * 192 * 4
     # in bfloat16 too: the stream between the blocks is float32, as under autocast on GPUs
     assert activations(deeper, recompute=1, bf16=True) - activations(deep, recompute=1, bf16=True) == more
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_recomputed_blocks_are_measured_as_with_torch(
+    every: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = meta(ARCHITECTURES[SMALL])
+    plain, found = (
+        measure_step(model, rows=16, terms={}, bf16=bf16, recompute=recompute) for recompute in (0, every)
+    )
+    monkeypatch.setattr("clipkit.training.costs.recompute_function", recompute_function)
+    assert found == measure_step(model, rows=16, terms={}, bf16=bf16, recompute=every)
+    # what is computed again does not count
+    assert found.flops == plain.flops and found.bytes.activations < plain.bytes.activations
 
 
 def test_frozen_blocks_keep_no_activations() -> None:
