@@ -56,7 +56,7 @@ def run_speed(options: SpeedOptions) -> int:
     for workers in options.workers:
         if not options.quiet:
             print(f"measuring with {counted(workers, 'worker')} for {options.seconds:g} s", file=sys.stderr)
-        row = measure(loader, workers, seconds=options.seconds, bytes_per_sample=bytes_per_sample)
+        row = measure_loader(loader, workers, seconds=options.seconds, bytes_per_sample=bytes_per_sample)
         measured.append(asdict(row))
         if not options.json:
             megabytes = row.bytes_per_second / 1e6
@@ -90,7 +90,9 @@ def make_loader(options: SpeedOptions) -> tuple[Loader, float]:
     return loader, float(manifest.sizes.clip(min=0).sum()) / max(1, len(shards))
 
 
-def measure(loader: Loader, workers: int, *, seconds: float, bytes_per_sample: float = 0.0) -> Measured:
+def measure_loader(
+    loader: Loader, workers: int, *, seconds: float, bytes_per_sample: float = 0.0
+) -> Measured:
     """Measure a loader for ``seconds`` after its first batch, over at least one further batch."""
     began = time.perf_counter()
     batches = replace(loader, num_workers=workers).batches(0, _STEPS)

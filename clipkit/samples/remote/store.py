@@ -253,7 +253,7 @@ def read_text(url: str, *, limit: int) -> str | None:
 def read_range(shard: ShardFile, start: int, stop: int) -> bytes:
     """Read the bytes ``start`` to ``stop`` of a shard."""
     data = bytearray()
-    attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
+    attempts = Attempts(shard.url, was_counted=shard.size >= 0 or bool(shard.version))
     while len(data) < stop - start:
         here = start + len(data)
         try:
@@ -302,7 +302,7 @@ def download(shard: ShardFile, path: Path, *, reserve: Callable[[int], None] | N
     Returns:
         The CRC-32 of the bytes.
     """
-    attempts = Attempts(shard.url, known=shard.size >= 0 or bool(shard.version))
+    attempts = Attempts(shard.url, was_counted=shard.size >= 0 or bool(shard.version))
     is_stream = get_protocol(shard.url) == "pipe"
     size = furthest = crc = 0
     version = ""

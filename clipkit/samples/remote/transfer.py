@@ -146,16 +146,16 @@ class Attempts:
 
     Args:
         url: the file.
-        known: whether another process has read from the store before.
+        was_counted: whether this or another process has read the file before.
     """
 
-    def __init__(self, url: str, *, known: bool = False) -> None:
+    def __init__(self, url: str, *, was_counted: bool = False) -> None:
         self._url = url
         self._failures = 0
         self._bytes = 0
         self._since = time.monotonic()
         self._unreached: list[float] = []  # times of the failures to reach the store
-        if known:
+        if was_counted:
             self.answered()
 
     def received(self, count: int, *, new: bool = True) -> None:
