@@ -14,7 +14,7 @@ from eval.datasets.card import Card, MetricKind, card_names, imagenet_names, loa
 from eval.datasets.catalog import load_suite
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import Members, OpenOptions, find_published, open_dataset, open_each
-from eval.readers.languages import babel_languages, named_languages
+from eval.readers.languages import read_babel_languages, read_named_languages
 from eval.readers.torchvision import open_torchvision
 
 OWN_CARD = "card.toml"
@@ -230,7 +230,7 @@ def _open_names(card: Card, root: Root, prompts: str) -> Target:
     labels = [0] * len(images.keys)
     for label, number in enumerate(images.match_classes(target.keys or images.keys)):
         labels[number] = label
-    dataset = replace(target.dataset, name=card.name, languages=babel_languages(folder, labels))
+    dataset = replace(target.dataset, name=card.name, languages=read_babel_languages(folder, labels))
     return replace(target, dataset=dataset, metrics=card.metrics, card=card)
 
 
@@ -250,7 +250,7 @@ def select_languages(target: Target, languages: Sequence[str], *, root: Root = N
         name = target.card.sources.builtin if target.card is not None else ""
         if not name and dataset.name in BUILTIN:
             name = dataset.name
-        texts = named_languages(built_in(name) if name else target.folder, dataset)
+        texts = read_named_languages(built_in(name) if name else target.folder, dataset)
     if not texts:
         raise Unavailable(f"dataset {dataset.name} has no texts in several languages")
     for language in languages:

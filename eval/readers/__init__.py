@@ -80,7 +80,7 @@ class Reader:
     test_only: bool = False
 
 
-def _open_torchvision(source: str, name: str, options: OpenOptions) -> EvalDataset:
+def _open_torchvision_source(source: str, name: str, options: OpenOptions) -> EvalDataset:
     if options.root is None or is_remote(str(options.root)):
         raise DataError(f"dataset {name}: name the folder of torchvision's files (--data-root FOLDER)")
     folder = user_path(str(options.root))
@@ -127,7 +127,7 @@ def _open_samples(place: Path | str, name: str, options: OpenOptions) -> EvalDat
 READERS: Mapping[str, Reader] = {
     "torchvision": Reader(
         recognizes=lambda place, _: isinstance(place, str) and place.startswith(_TORCHVISION),
-        open=_open_torchvision,
+        open=_open_torchvision_source,
     ),
     "builtin": Reader(
         recognizes=lambda place, _: isinstance(place, str) and place in BUILTIN,
@@ -238,14 +238,14 @@ def open_each(sources: Sequence[str | Path], options: OpenOptions) -> list[EvalD
             outcomes.append(error)
         except OSError as error:
             raise DataError(f"cannot read dataset {source[:_SHOWN]!r}: {error.strerror}") from error
-    names = _distinct_names([outcome for outcome in outcomes if isinstance(outcome, _Located)])
+    names = iter(_make_unique_names([outcome for outcome in outcomes if isinstance(outcome, _Located)]))
     opened: list[EvalDataset | DataError] = []
     for outcome in outcomes:
         if not isinstance(outcome, _Located):
             opened.append(outcome)
             continue
         try:
-            opened.append(_open_located(outcome, names.pop(0), options))
+            opened.append(_open_located(outcome, next(names), options))
         except DataError as error:
             opened.append(error)
     return opened
@@ -255,7 +255,7 @@ def _open_located(located: _Located, name: str, options: OpenOptions) -> EvalDat
     # in messages a path is as the user wrote it
     place = user_path(located.source) if isinstance(located.place, Path) else located.place
     try:
-        reader = next(reader for reader in READERS.values() if reader.recognizes(place, options.split))
+        reader = _find_reader(place, options.split)
         if reader.test_only and options.split != TEST:
             raise MissingSplit(
                 f"dataset {name} has no split {options.split!r}: all of {place} is for testing"
@@ -263,6 +263,13 @@ def _open_located(located: _Located, name: str, options: OpenOptions) -> EvalDat
         return reader.open(place, name, options)
     except OSError as error:
         raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
+
+
+def _find_reader(place: Path | str, split: str) -> Reader:
+    for reader in READERS.values():
+        if reader.recognizes(place, split):
+            return reader
+    raise AssertionError("the last reader recognizes all places")
 
 
 def _locate(source: str, root: Path | str | None) -> _Located:
@@ -286,24 +293,23 @@ def _locate(source: str, root: Path | str | None) -> _Located:
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
     if path.is_dir() or is_table(path):
-        place = path.resolve()
-        parts = [part for part in place.parts if part != place.anchor]
-        if path.is_file():
-            parts[-1] = place.stem
-        return _Located(source=source, place=place, parts=tuple(parts))
+        full_path = path.resolve()
+        stem = full_path.stem if path.is_file() else full_path.name
+        parents = [part for part in full_path.parts[:-1] if part != full_path.anchor]
+        return _Located(source=source, place=full_path, parts=(*parents, stem))
     under = ""
     if root is not None:
-        local = isinstance(root, Path) or not is_remote(root)
-        match = find_published(user_path(str(root)) if local else root, [source])
+        folder = str(root) if is_remote(str(root)) else user_path(str(root))
+        match = find_published(folder, [source])
         if match is not None:
-            there = match if is_remote(match) else Path(match).resolve()
-            return _Located(source=match, place=there, parts=(source.replace("/", "-"),))
+            place = match if is_remote(match) else Path(match).resolve()
+            return _Located(source=match, place=place, parts=(source.replace("/", "-"),))
         under = f", nor a dataset under {redact_url(str(root))}"
     hint = nearest(shortened, BUILTIN)
     raise DataError(f"no dataset {shortened!r}: it is no folder or table, nor built in ({hint}){under}")
 
 
-def _distinct_names(located: Sequence[_Located]) -> list[str]:
+def _make_unique_names(located: Sequence[_Located]) -> list[str]:
     lengths = [1] * len(located)
     while True:
         names = ["-".join(source.parts[-length:]) for source, length in zip(located, lengths, strict=True)]

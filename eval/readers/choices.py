@@ -11,7 +11,7 @@ mean.
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import msgspec
 import torch
@@ -51,7 +51,8 @@ in
 SYMMETRIC_RELATIONS = frozenset(" ".join(_SYMMETRIC.split()).split("; "))
 
 _FOLDERS = ("images", "val2017", "../images", "../val2017", "../coco/val2017", "../../coco/val2017")
-Box = tuple[int, int, int, int]  # left, top, width, height in pixels
+# left, top, width, height in pixels
+Box = tuple[int, int, int, int]
 Side = Annotated[int, msgspec.Meta(ge=0, lt=1 << 20)]
 
 
@@ -87,7 +88,8 @@ class CroppedSamples(FileSamples):
     def read(self, i: int, member: str) -> bytes:
         from PIL import Image
 
-        content, box = super().read(i, member), self.boxes[i]
+        content = super().read(i, member)
+        box = self.boxes[i]
         if box is None:
             return content
         left, top, width, height = box
@@ -96,7 +98,9 @@ class CroppedSamples(FileSamples):
                 raise DataError(f"its box {list(box)} is outside its {image.width} x {image.height} pixels")
             refuse_deep_alpha(image)
             image.load()
-            source = to_16_bit(image) if is_deep(image) else image.convert("RGB")
+            source: Image.Image | None = image.convert("RGB")
+            if is_deep(image):
+                source = to_16_bit(image)
             if source is None:
                 raise DataError("a box cannot be cropped from 32-bit, signed or float grayscale")
             return encode_png(source.crop((left, top, left + width, top + height)))
@@ -109,40 +113,39 @@ def open_caption_choices(file: Path, name: str) -> EvalDataset:
     entries = list(content.values()) if isinstance(content, dict) else content
     if not entries:
         raise DataError(f"dataset {name}: {file} has no entries")
-    folders = [file.parent / inside for inside in _FOLDERS]
-    folder = next(filter(Path.is_dir, folders), None)
+    folder = next(filter(Path.is_dir, map(file.parent.joinpath, _FOLDERS)), None)
     if folder is None:
         raise DataError(f"dataset {name}: no folder images or val2017 next to {file} with its images")
     folder = folder.resolve()
     files: list[Path] = []
     boxes: list[Box | None] = []
     choices: list[tuple[str, ...]] = []
-    for number, entry in enumerate(entries):
+    for i, entry in enumerate(entries):
         image = entry.filename or entry.image_path or entry.image
         right = (entry.caption or entry.true_caption).strip()
         wrong = (entry.negative_caption or entry.false_caption).strip()
         if not image or not right or not wrong:
-            raise DataError(
-                f"dataset {name}: entry {number} of {file} lacks an image, a right or a wrong caption"
-            )
+            raise DataError(f"dataset {name}: entry {i} of {file} lacks an image, a right or a wrong caption")
         path = Path(image)
         if path.is_absolute() or ".." in path.parts:
-            raise DataError(f"dataset {name}: entry {number} of {file} names an image outside its folder")
-        sides = [entry.bbox_x, entry.bbox_y, entry.bbox_w, entry.bbox_h]
-        box = [side for side in sides if side is not None]
-        if len(box) not in (0, 4):
-            raise DataError(f"dataset {name}: entry {number} of {file} has the box {sides}")
+            raise DataError(f"dataset {name}: entry {i} of {file} names an image outside its folder")
+        sides = (entry.bbox_x, entry.bbox_y, entry.bbox_w, entry.bbox_h)
+        box = None
+        if None not in sides:
+            box = cast(Box, sides)
+        elif any(side is not None for side in sides):
+            raise DataError(f"dataset {name}: entry {i} of {file} has the box {list(sides)}")
         files.append(folder / path)
-        boxes.append((box[0], box[1], box[2], box[3]) if box else None)
+        boxes.append(box)
         choices.append((right, wrong))
     metadata: dict[str, Tensor] = {}
     relations = [entry.relation_name for entry in entries]
     if None not in relations:
         metadata["relation"] = _number_values(relations)
-        symmetric = [int(relation in SYMMETRIC_RELATIONS) for relation in relations]
-        metadata["symmetric"] = torch.tensor(symmetric)
-    elif all(entry.attributes is not None for entry in entries):
-        metadata["attribute"] = _number_values([entry.attributes for entry in entries])
+        metadata["symmetric"] = torch.tensor([int(name in SYMMETRIC_RELATIONS) for name in relations])
+    attributes = [entry.attributes for entry in entries]
+    if not metadata and None not in attributes:
+        metadata["attribute"] = _number_values(attributes)
     samples = CroppedSamples(folder, files, boxes)
     return check_dataset(
         EvalDataset(

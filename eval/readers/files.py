@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import torch
+from torch import Tensor
 
 from clipkit.errors import DataError
 from clipkit.files import counted, redact_url
@@ -38,7 +39,8 @@ class FileSamples(Samples):
     """
 
     def __init__(self, root: Path, paths: Sequence[Path]) -> None:
-        self.root, self.paths = root, tuple(paths)
+        self.root = root
+        self.paths = tuple(paths)
         states: dict[Path, ShardFile] = {}
         for path in dict.fromkeys(self.paths):
             try:
@@ -80,6 +82,14 @@ class FileSamples(Samples):
         return digest.hexdigest()[:16]
 
 
+def make_multi_hot(labels: Sequence[Sequence[int]], classes: int) -> Tensor:
+    """Return (N, C) bool from the labels of each of N images."""
+    hot = torch.zeros(len(labels), classes, dtype=torch.bool)
+    for i, image_labels in enumerate(labels):
+        hot[i, image_labels] = True
+    return hot
+
+
 def file_images(root: Path, paths: Sequence[Path]) -> SampleImages:
     """Return image files as the images of a dataset; see ``FileSamples``."""
     samples = FileSamples(root, paths)
@@ -103,7 +113,9 @@ def check_dataset(dataset: EvalDataset) -> EvalDataset:
     """Add the revision to a dataset whose labels, names, templates and choices are consistent; log oddities."""
     if not dataset.revision:
         dataset = replace(dataset, revision=dataset.images.fingerprint())
-    name, names, labels = dataset.name, dataset.class_names, dataset.labels
+    name = dataset.name
+    names = dataset.class_names
+    labels = dataset.labels
     for text in (name, *names):
         if not is_utf8(text):
             raise DataError(f"the name {text!r} of a dataset or class is not UTF-8: rename the folder")
@@ -130,32 +142,31 @@ def check_dataset(dataset: EvalDataset) -> EvalDataset:
                 )
             raise DataError(f"{dataset.describe_image(first)} has label {label}{why}")
     if labels is not None and names:
-        if repeated := [repr(one) for one, count in Counter(names).items() if count > 1]:
+        repeated = [repr(text) for text, count in Counter(names).items() if count > 1]
+        if repeated:
             _log.warning("dataset %s: class names shared by several classes: %s", name, list_some(repeated))
-        counts = (
-            labels.sum(dim=0) if labels.ndim == 2 else torch.bincount(labels, minlength=len(names))
-        )  # (C,)
-        if empty := [repr(names[i]) for i in (counts == 0).nonzero().flatten().tolist()]:
-            count = f"{len(names) - len(empty):,} of {len(names):,} classes"
+        counts = labels.sum(dim=0) if labels.ndim == 2 else labels.bincount(minlength=len(names))  # (C,)
+        empty = [repr(names[i]) for i in (counts == 0).nonzero().flatten().tolist()]
+        if empty:
             _log.warning(
-                "dataset %s: its images show %s; the names of the others remain possible answers: %s",
+                "dataset %s: its images show %s of %s classes; the names of the others remain possible answers: %s",
                 name,
-                count,
+                f"{len(names) - len(empty):,}",
+                f"{len(names):,}",
                 list_some(empty),
             )
-    choices = dataset.choices or ()
-    for number, own in enumerate(choices):
-        if len(own) < 2:
-            raise DataError(
-                f"{dataset.describe_image(number)} has {counted(len(own), 'caption')} to choose from, expected at "
-                "least 2"
-            )
-    if equal := [own[0] for own in choices if own[0] in own[1:]]:
+    ambiguous: list[str] = []
+    for i, (right, *others) in enumerate(dataset.choices or ()):
+        if not others:
+            raise DataError(f"{dataset.describe_image(i)} has 1 caption to choose from, expected at least 2")
+        if right in others:
+            ambiguous.append(repr(right[:_LONGEST]))
+    if ambiguous:
         _log.warning(
             "dataset %s: %s whose right caption is also among the wrong ones, which counts as wrong: %s",
             name,
-            counted(len(equal), "image"),
-            list_some([repr(one[:_LONGEST]) for one in equal]),
+            counted(len(ambiguous), "image"),
+            list_some(ambiguous),
         )
     return dataset
 
@@ -163,14 +174,17 @@ def check_dataset(dataset: EvalDataset) -> EvalDataset:
 # --------------------------------------------------------------------------------------------------------------
 # Small text files next to the images, local or in a store.
 
-_MAX_TEXT_BYTES, _MAX_JSON_BYTES = 16 << 20, 1 << 30
+_MAX_TEXT_BYTES = 16 << 20
+_MAX_JSON_BYTES = 1 << 30
 Content = TypeVar("Content")
 
 
 def read_lines(place: str | Path) -> list[str]:
     """Return a file's stripped lines, including blank ones; [] if there is no file."""
     text = (read_text_file(place) or "").removesuffix("\n").removesuffix("\r")
-    return [line.strip() for line in text.split("\n")] if text else []
+    if not text:
+        return []
+    return [line.strip() for line in text.split("\n")]
 
 
 def read_templates(root: str | Path) -> tuple[str, ...]:
@@ -184,9 +198,11 @@ def read_text_file(place: str | Path, *, limit: int = _MAX_TEXT_BYTES) -> str | 
         from clipkit.samples import remote
 
         text = remote.read_text(place, limit=limit)
-        if text is not None and "\ufffd" in text:  # replaces bytes that are not UTF-8
+        if text is None:
+            return None
+        if "\ufffd" in text:  # replaces bytes that are not UTF-8
             raise DataError(f"{redact_url(place)} is not UTF-8 text")
-        return None if text is None else text.removeprefix("\ufeff")
+        return text.removeprefix("\ufeff")
     path = Path(place)
     if not path.is_file():
         return None

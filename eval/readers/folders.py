@@ -24,7 +24,7 @@ from clipkit.samples import (
     read_class_names,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
-from eval.readers.files import check_dataset, file_images, read_templates
+from eval.readers.files import check_dataset, file_images, make_multi_hot, read_templates
 from eval.readers.pairs import open_captioned_folder, open_table
 
 _log = logging.getLogger("eval")
@@ -42,21 +42,24 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     folders = _visible_folders(folder)
     splits: dict[str, Path] = {}
     for word in SPLIT_NAMES:
-        if (inner := find_split_folder(folders, word, _visible_folders)) is not None:
+        inner = find_split_folder(folders, word, _visible_folders)
+        if inner is not None:
             splits[word] = inner
     if not splits:
         tables = find_splits(folder)
         if split in tables and tables[split].format == "table":
             return open_table(Path(tables[split].files[0].url), name, split=split, is_whole_split=True)
-        words = (split, "val") if split == TEST else (split,)
-        for word in words:
+        for word in _fallbacks(split):
             inner = find_split_folder(folders, word, _is_captioned)
             if inner is not None:
                 return replace(open_image_folder(inner, name), split=split)
     inside = _folder_of_split(folder, split, splits)
     samples = FolderSamples(inside)
     # all splits number the same classes, including those that a split lacks
-    subfolders = sorted({path.name for part in (inside, *splits.values()) for path in _visible_folders(part)})
+    names: set[str] = set()
+    for part in (inside, *splits.values()):
+        names.update(path.name for path in _visible_folders(part))
+    subfolders = sorted(names)
     listed = read_class_names(folder, subfolders) or read_class_names(inside, subfolders)
     if len(subfolders) < 2 and listed is None:
         table = find_caption_table(inside, image_column=None, caption_column=None)
@@ -68,7 +71,9 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
     labelled: list[tuple[int, Path]] = []
     outside: list[str] = []
     for i in range(len(samples)):
-        path, subfolder, cause = samples.path(i), samples.subfolder(i), samples.cause(i)
+        path = samples.path(i)
+        subfolder = samples.subfolder(i)
+        cause = samples.cause(i)
         if cause and (subfolder or path.is_dir()):
             raise DataError(f"{path}: {cause}")
         if subfolder:
@@ -103,27 +108,29 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         _log.warning(
             "dataset %s: skips images outside the class folders: %s", name, list_some(sorted(outside))
         )
-    others = [path for path in folders if inside != folder and path not in (inside, *splits.values())]
-    if skipped := [path.name for path in others if next(images_below(path), None) is not None]:
+    others = set() if inside == folder else {*folders} - {inside, *splits.values()}
+    skipped = [path.name for path in sorted(others) if next(images_below(path), None) is not None]
+    if skipped:
         _log.warning(
             "dataset %s: scores the images in %s, and skips those in other folders beside it: %s",
             name,
             inside,
             list_some(skipped),
         )
+    files = [file for _, file in labelled]
     labels = torch.tensor([label for label, _ in labelled])
     if (folder / _REAL).is_file():
-        labels = _real_labels(folder / _REAL, [file for _, file in labelled], len(classes))
+        labels = _read_real_labels(folder / _REAL, files, len(classes))
     return check_dataset(
         EvalDataset(
             name=name,
             split=split,
-            images=file_images(inside, [file for _, file in labelled]),
+            images=file_images(inside, files),
             tasks=("zero-shot",),
             class_names=tuple(text.replace("_", " ").strip() for text in classes),
             templates=read_templates(folder) or DEFAULT_TEMPLATES,
             labels=labels,
-            metadata=_textures(labelled, classes),
+            metadata=_find_textures(labelled, classes),
         )
     )
 
@@ -140,7 +147,7 @@ def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:
             f"{folder} has no split 'val' besides the test split, for which its folder {splits['val'].name!r} is "
             "used"
         )
-    for name in (split, "val") if split == TEST else (split,):
+    for name in _fallbacks(split):
         if name in splits:
             return splits[name]
         if _visible_folders(folder / name):
@@ -151,6 +158,10 @@ def _folder_of_split(folder: Path, split: str, splits: dict[str, Path]) -> Path:
         f"{folder} has no split {split!r}: no folder {folder / split} with folders by class, such as "
         f"{folder / split / 'cat'}; splits are folders {_ACCEPTED}"
     )
+
+
+def _fallbacks(split: str) -> tuple[str, ...]:
+    return (TEST, "val") if split == TEST else (split,)
 
 
 def _visible_folders(folder: Path) -> list[Path]:
@@ -168,33 +179,34 @@ _REAL = "real.json"
 _VALIDATION = re.compile(r"ILSVRC2012_val_(\d{8})")
 
 
-def _real_labels(file: Path, images: Sequence[Path], classes: int) -> torch.Tensor:
+def _read_real_labels(file: Path, images: Sequence[Path], classes: int) -> torch.Tensor:
     """Return ImageNet's reassessed labels (Beyer et al. 2020, https://arxiv.org/abs/2006.07159), (N, C) bool."""
     try:
         rows = msgspec.json.decode(file.read_bytes(), type=list[list[int]])
     except msgspec.DecodeError as error:
         raise DataError(f"{file} is not a JSON list with a list of labels for each image: {error}") from error
-    labels = torch.zeros(len(images), classes, dtype=torch.bool)
-    for i, image in enumerate(images):
+    labels: list[list[int]] = []
+    valid_labels = frozenset(range(classes))
+    for image in images:
         match = _VALIDATION.fullmatch(image.stem)
         number = int(match[1]) if match is not None else 0
         if not 1 <= number <= len(rows):
             raise DataError(f"{file} has no labels for {image.name}: expected ILSVRC2012_val_00000001.JPEG …")
-        if any(not 0 <= label < classes for label in rows[number - 1]):
+        labels.append(rows[number - 1])
+        if not valid_labels.issuperset(labels[-1]):
             raise DataError(f"{file}: labels of {image.name} are not among {classes} class folders")
-        labels[i, rows[number - 1]] = True
-    return labels
+    return make_multi_hot(labels, classes)
 
 
 _CONFLICT = re.compile(r"(.+?)\d+-(.+?)\d+")
 
 
-def _textures(labelled: Sequence[tuple[int, Path]], classes: Sequence[str]) -> dict[str, torch.Tensor]:
+def _find_textures(labelled: Sequence[tuple[int, Path]], classes: Sequence[str]) -> dict[str, torch.Tensor]:
     """Return the column ``texture`` if all files are named as cue-conflict images are: ``cat/cat4-bottle1.png``."""
-    found = []
+    textures = []
     for label, file in labelled:
         match = _CONFLICT.fullmatch(file.stem)
         if match is None or match[1] != classes[label] or match[2] not in classes:
             return {}
-        found.append(classes.index(match[2]))
-    return {"texture": torch.tensor(found)}
+        textures.append(classes.index(match[2]))
+    return {"texture": torch.tensor(textures)}

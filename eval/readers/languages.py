@@ -38,87 +38,95 @@ def is_multilingual(folder: Path) -> bool:
 def open_multilingual(folder: Path, name: str) -> EvalDataset:
     """Open a folder of Crossmodal-3600 or XTD; its plain captions are the English or the first ones."""
     keyed = (folder / _CAPTIONS).is_file()
-    files, captions = (_of_json_lines if keyed else _of_text_files)(folder, name)
+    read_captions = _read_json_lines if keyed else _read_text_files
+    files, captions = read_captions(folder, name)
     if not files or not captions:
         raise DataError(f"dataset {name}: no captions in {folder}")
-    for language, own in captions.items():
-        empty = next((number for number, texts in enumerate(own) if not texts), None)
-        if empty is not None:
-            raise DataError(f"dataset {name}: image {files[empty]} has no caption in language {language}")
-    within = folder / "images" if (folder / "images").is_dir() else folder
+    languages: dict[str, Language] = {}
+    for language, texts in captions.items():
+        if () in texts:
+            file = files[texts.index(())]
+            raise DataError(f"dataset {name}: image {file} has no caption in language {language}")
+        languages[language] = Language(captions=texts)
+    images = folder / "images" if (folder / "images").is_dir() else folder
     return check_dataset(
         EvalDataset(
             name=name,
-            images=file_images(folder, [within / file for file in files]),
+            images=file_images(folder, list(map(images.joinpath, files))),
             tasks=("retrieval",),
             captions=captions.get("en") or next(iter(captions.values())),
-            languages={language: Language(captions=own) for language, own in captions.items()},
+            languages=languages,
         )
     )
 
 
+# by language, the captions of each image
 _Captions = dict[str, tuple[tuple[str, ...], ...]]
 
 
-def _of_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
-    files, found = list[str](), dict[str, list[tuple[str, ...]]]()
-    text = read_text_file(folder / _CAPTIONS, limit=_MAX_BYTES) or ""
-    for number, line in enumerate(filter(str.strip, text.split("\n"))):
+def _read_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
+    file = folder / _CAPTIONS
+    images: list[str] = []
+    captions: dict[str, list[tuple[str, ...]]] = {}
+    text = read_text_file(file, limit=_MAX_BYTES) or ""
+    for number, line in enumerate(filter(str.strip, text.split("\n")), start=1):
+        texts: dict[str, list[str]] = {}
         try:
             entry = parse_json(line)
-            own = {
-                key: tuple(one.strip() for one in value["caption"] if one.strip())
-                for key, value in entry.items()
-                if isinstance(value, dict)
-            }
-            files.append(f"{entry['image/key']}.jpg")
+            for language, value in entry.items():
+                if isinstance(value, dict):
+                    texts[language] = list(filter(None, map(str.strip, value["caption"])))
+            images.append(f"{entry['image/key']}.jpg")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"dataset {name}: {folder / _CAPTIONS} line {number + 1}: expected image/key and a list of "
-                "captions for each language"
+                f"dataset {name}: {file} line {number}: expected image/key and a list of captions for each language"
             ) from error
-        for language in own if number == 0 else ():
-            found[language] = []
-        if own.keys() != found.keys():
-            different = min(own.keys() ^ found.keys())
+        if len(images) == 1:
+            captions = {language: [] for language in texts}
+        if texts.keys() != captions.keys():
+            different = min(texts.keys() ^ captions.keys())
             raise DataError(
-                f"dataset {name}: {folder / _CAPTIONS} line {number + 1} differs from the first line in language "
-                f"{different}"
+                f"dataset {name}: {file} line {number} differs from the first line in language {different}"
             )
-        for language, captions in own.items():
-            found[language].append(captions)
-    return files, {language: tuple(own) for language, own in found.items()}
+        for language in texts:
+            captions[language].append(tuple(texts[language]))
+    return images, {language: tuple(texts) for language, texts in captions.items()}
 
 
-def _of_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
-    places = [folder / part for part in _FOLDERS]
-    files = next(read_lines(place / _IMAGES) for place in places if (place / _IMAGES).is_file())
-    texts = sorted(path for place in places for path in place.glob("*.txt") if path.name != _IMAGES)
-    texts = [path for path in texts if path.stem.startswith(_PREFIX)] or texts
-    found: _Captions = {}
-    for path in texts:
+def _read_text_files(folder: Path, name: str) -> tuple[list[str], _Captions]:
+    files: list[str] | None = None
+    paths: list[Path] = []
+    for inside in _FOLDERS:
+        paths += (folder / inside).glob("*.txt")
+        if files is None and (folder / inside / _IMAGES).is_file():
+            files = read_lines(folder / inside / _IMAGES)
+    assert files is not None
+    paths = [path for path in paths if path.name != _IMAGES]
+    paths = [path for path in paths if path.stem.startswith(_PREFIX)] or paths
+    captions: _Captions = {}
+    for path in sorted(paths):
         lines = read_lines(path)
         if len(lines) != len(files):
             raise DataError(
                 f"dataset {name}: {path} has {len(lines):,} lines, {_IMAGES} has {len(files):,}: expected one "
                 "caption per image"
             )
-        found[path.stem.removeprefix(_PREFIX)] = tuple((line,) if line else () for line in lines)
-    return files, found
+        captions[path.stem.removeprefix(_PREFIX)] = tuple((line,) if line else () for line in lines)
+    return files, captions
 
 
-def named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, Language]:
+def read_named_languages(folder: Path | str, dataset: EvalDataset) -> Mapping[str, Language]:
     """Read class names by language from ``names.json``; {} if there is no file; prompts are the dataset's."""
-    place = join_place(folder, "names.json")
-    found = {}
-    for language, names in (read_json_file(place, dict[str, list[str]]) or {}).items():
+    file = join_place(folder, "names.json")
+    languages = {}
+    for language, names in (read_json_file(file, dict[str, list[str]]) or {}).items():
         if len(names) != len(dataset.class_names):
-            raise DataError(f"{place}: {language}: expected a list of {len(dataset.class_names)} class names")
-        found[language] = Language(class_names=tuple(names), templates=dataset.templates)
-    return found
+            raise DataError(f"{file}: {language}: expected a list of {len(dataset.class_names)} class names")
+        languages[language] = Language(class_names=tuple(names), templates=dataset.templates)
+    return languages
 
 
-def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, Language]:
+def read_babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, Language]:
     """Read Babel-ImageNet's class names and prompts.
 
     Args:
@@ -130,17 +138,17 @@ def babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[str, L
     prompts = read_json_file(join_place(folder, "nllb_dist13b_prompts.json"), dict[str, list[str]])
     if names is None or prompts is None:
         raise DataError(f"{folder}: expected babel_imagenet.json and nllb_dist13b_prompts.json")
-    found = {}
-    for language, (numbers, own) in names.items():
-        known = {number for number in numbers if 0 <= number < len(labels)}
-        if not own or len(known) != len(own) or len(numbers) != len(own):
+    languages = {}
+    for language, (classes, class_names) in names.items():
+        valid = set(classes) & set(range(len(labels)))
+        if not class_names or not len(valid) == len(classes) == len(class_names):
             raise DataError(f"{names_file}: {language}: expected different class numbers and their names")
         templates = prompts.get(language, ["{}"])  # a few languages have no prompts
         if not templates:
             raise DataError(f"{folder}: prompts of {language}: expected a list of templates")
-        found[language.lower()] = Language(
-            class_names=tuple(own),
-            templates=tuple(one.replace("{}", "{c}") for one in templates),
-            labels=tuple(labels[number] for number in numbers),
+        languages[language.lower()] = Language(
+            class_names=tuple(class_names),
+            templates=tuple(template.replace("{}", "{c}") for template in templates),
+            labels=tuple(labels[i] for i in classes),
         )
-    return found
+    return languages

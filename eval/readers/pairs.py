@@ -7,6 +7,8 @@ the test split. If the captions are a column ``label``, they are the classes of 
 
 import logging
 from collections import Counter
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -55,8 +57,7 @@ def open_table(file: Path, name: str, *, split: str = TEST, is_whole_split: bool
     samples = TableSamples([table])
     if samples.damage:
         raise DataError(f"dataset {name}: {samples.damage}")
-    folders = {table.find_folder(row.path) for row in table if isinstance(row.path, str)}
-    folders.discard(None)
+    folders = {table.find_folder(row.path) for row in table if isinstance(row.path, str)} - {None}
     root = folders.pop() if len(folders) == 1 else None
     return _open_pairs(samples, root or file.parent, file, name, split, is_whole_split=is_whole_split)
 
@@ -78,7 +79,8 @@ def _open_pairs(
     """Bind captions, or labels; images without them, and missing files, are counted in the log."""
     files: list[Path] = []
     captions: list[tuple[str, ...]] = []
-    splits, bad = Counter[str](), Counter[str]()
+    splits: Counter[str] = Counter()
+    bad: Counter[str] = Counter()
     for i in range(len(samples)):
         try:
             fields = samples.fields(i)
@@ -90,12 +92,12 @@ def _open_pairs(
                 raise DataError("no caption")
             if not path.is_file():
                 raise DataError("missing file")
-            stated = read_split(fields, of_file=split if is_whole_split else "")
+            row_split = read_split(fields, of_file=split if is_whole_split else "") or TEST
         except DataError as error:
             bad[str(error)] += 1
             continue
-        splits[stated or TEST] += 1
-        if (stated or TEST) == split:
+        splits[row_split] += 1
+        if row_split == split:
             files.append(path)
             captions.append(texts)
     causes = list_some([f"{count:,} × {cause}" for cause, count in bad.most_common()])
@@ -105,22 +107,21 @@ def _open_pairs(
         raise MissingSplit(f"dataset {name} has no split {split!r}: {source} has {list_some(sorted(splits))}")
     if bad:
         _log.warning("dataset %s: %s cannot be used: %s", name, counted(bad.total(), "image"), causes)
-    labels: torch.Tensor | None = None
-    class_names: tuple[str, ...] = ()
-    if plain_name(samples.caption_column) in ("label", "labels"):
-        class_names = tuple(sorted({text for texts in captions for text in texts}))
-        if several := [path for path, texts in zip(files, captions, strict=True) if len(texts) > 1]:
-            raise DataError(f"dataset {name}: {several[0]} has several labels in {source}")
-        labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
-    return check_dataset(
-        EvalDataset(
-            name=name,
-            split=split,
-            images=file_images(root, files),
-            tasks=("retrieval",) if labels is None else ("zero-shot",),
-            class_names=class_names,
-            templates=read_templates(source.parent) or DEFAULT_TEMPLATES,
-            labels=labels,
-            captions=tuple(captions) if labels is None else None,
-        )
+    dataset = EvalDataset(
+        name=name,
+        split=split,
+        images=file_images(root, files),
+        tasks=("retrieval",),
+        templates=read_templates(source.parent) or DEFAULT_TEMPLATES,
+        captions=tuple(captions),
     )
+    if plain_name(samples.caption_column) in ("label", "labels"):
+        for path, texts in zip(files, captions, strict=True):
+            if len(texts) > 1:
+                raise DataError(f"dataset {name}: {path} has several labels in {source}")
+        class_names = tuple(sorted(set(chain.from_iterable(captions))))
+        labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
+        dataset = replace(
+            dataset, tasks=("zero-shot",), captions=None, class_names=class_names, labels=labels
+        )
+    return check_dataset(dataset)

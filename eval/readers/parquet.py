@@ -18,10 +18,10 @@ import json
 import logging
 import re
 from collections.abc import Sequence
+from itertools import chain, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,7 +41,7 @@ from clipkit.samples import (
     usable_texts,
 )
 from eval.datasets.dataset import EvalDataset, SampleImages
-from eval.readers.files import check_dataset, file_images
+from eval.readers.files import check_dataset, file_images, make_multi_hot
 from eval.readers.shards import files_of_split
 
 if TYPE_CHECKING:
@@ -88,12 +88,12 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
                 raise table.fault(row, "lacks a caption")
             choices += [(first, second), (second, first)]
         items = torch.arange(len(files)).repeat_interleave(2)  # (N,)
-        cells = [(row, column) for row in range(len(files)) for column in ("image_0", "image_1")]
+        cells = list(product(range(len(files)), ("image_0", "image_1")))
         images = SampleImages(files, files.files, cells=cells)
         return table.dataset(images, "compositional", choices=tuple(choices), items=items)
     if columns >= set(_WINOGAVIL):
         return _winogavil(table, place)
-    image = table.image_column()
+    image = table.find_image_column()
     if not image:
         raise DataError(
             f"dataset {name}: its columns are {_listed(files.schema.names)}; expected one with images, or several "
@@ -111,14 +111,15 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
                     raise table.fault(row, f"lacks one of {', '.join((right, *wrong))}")
                 choices.append(tuple(options))
             return table.dataset(images, "compositional", choices=tuple(choices))
-    label = table.column_of("ClassLabel", _LABEL)
+    label = table.find_label_column()
     others = [name for name in files.schema.names if plain_name(name) not in _LABEL and name != label]
     caption = find_column(CAPTION_COLUMNS, others)
     if label and not _is_text(files.schema, caption):
         caption = ""
     if label:
-        labels, names = _labels(table, label, place)
-        captions, task = None, "zero-shot"
+        labels, names = _read_labels(table, label, place)
+        captions = None
+        task = "zero-shot"
         if caption and labels.ndim == 1:
             try:
                 captions = table.captions(caption)
@@ -170,13 +171,17 @@ class _Table:
     """The rows of one split, and what the schema's own metadata says about columns."""
 
     def __init__(self, files: ParquetSamples, name: str, split: str) -> None:
-        self.files, self.name, self.split = files, name, split
+        self.files = files
+        self.name = name
+        self.split = split
+        self._features: dict[str, Any] = {}
         try:
             about = json.loads((files.schema.metadata or {}).get(b"huggingface", b"{}"))
             features = about["info"]["features"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            features = {}
-        self._features: dict[str, Any] = features if isinstance(features, dict) else {}
+            return
+        if isinstance(features, dict):
+            self._features = features
 
     def dataset(self, images: SampleImages, task: str, **parts: Any) -> EvalDataset:
         return check_dataset(
@@ -192,25 +197,25 @@ class _Table:
         feature = self._features.get(column)
         if isinstance(feature, list) and feature:
             feature = feature[0]
-        if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
-            feature = feature["feature"]
-        return feature if isinstance(feature, dict) else {}
+        if not isinstance(feature, dict):
+            return {}
+        inner = feature.get("feature")
+        return inner if isinstance(inner, dict) else feature
 
-    def column_of(self, kind: str, usual: Sequence[str]) -> str:
-        """Return the only column of a type in the schema, or the one with the most usual name, or ""."""
+    def find_label_column(self) -> str:
+        """Return the only column of labels by the schema, or the one with the most usual name, or ""."""
         names: list[str] = self.files.schema.names
-        typed = [name for name in names if self.feature(name).get("_type") == kind]
-        if len(typed) == 1:
-            return typed[0]
-        return find_column(usual, typed or names)
+        typed = self._select_columns(names, "ClassLabel")
+        return typed[0] if len(typed) == 1 else find_column(_LABEL, typed or names)
 
-    def image_column(self) -> str:
+    def find_image_column(self) -> str:
         """Return the column of images by the schema or a usual name, or the only column of bytes, or ""."""
-        encoded = list(self.files.members(0))
-        names = [name for name in encoded if self.feature(name).get("_type") == "Image"] or encoded
-        if len(names) == 1:
-            return names[0]
-        return find_column(IMAGE_COLUMNS, names)
+        encoded = self.files.members(0)
+        names = self._select_columns(encoded, "Image") or encoded
+        return names[0] if len(names) == 1 else find_column(IMAGE_COLUMNS, names)
+
+    def _select_columns(self, names: Sequence[str], kind: str) -> list[str]:
+        return [name for name in names if self.feature(name).get("_type") == kind]
 
     def captions(self, column: str) -> tuple[tuple[str, ...], ...]:
         captions = []
@@ -254,11 +259,13 @@ def _texts_in_splits(table: _Table, column: str, place: Path | str) -> set[str]:
     return texts
 
 
-def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tuple[str, ...]]:
+def _read_labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tuple[str, ...]]:
     """Return labels, (N,) int64 or (N, C) bool, and class names: the schema's, else the sorted labels."""
     (values,) = table.files.columns(column)
-    names = table.feature(column).get("names")
-    names = tuple(map(str, names)) if isinstance(names, list) else ()
+    names: tuple[str, ...] = ()
+    listed = table.feature(column).get("names")
+    if isinstance(listed, list):
+        names = tuple(map(str, listed))
     if None in values:
         raise table.fault(values.index(None), f"has no {column}")
     multilabel = isinstance(values[0], list)
@@ -275,23 +282,21 @@ def _labels(table: _Table, column: str, place: Path | str) -> tuple[Tensor, tupl
             if isinstance(label, float) and label.is_integer():  # a column with gaps may be stored as floats
                 label = int(label)
             if not isinstance(label, int) or abs(label) > _MAX_LABEL:
-                wrong = (
+                what = (
                     "which are not class numbers" if multilabel else "which is not a class number, 0 or more"
                 )
-                raise table.fault(row, f"has {column} {repr(value)[:40]}, {wrong}")
+                raise table.fault(row, f"has {column} {repr(value)[:40]}, {what}")
             labels.append(int(label))
         rows.append(labels)
     if not multilabel:
-        return torch.tensor([label for (label,) in rows]), names
-    classes = len(names) or 1 + max((label for labels in rows for label in labels), default=0)
+        return torch.tensor(rows).flatten(), names
+    classes = len(names) or 1 + max(chain.from_iterable(rows), default=0)
     if len(rows) * classes > _MAX_CELLS:
         raise table.fault(0, f"and others have labels up to {classes - 1}: {column} is not a list of classes")
-    hot = np.zeros((len(rows), classes), dtype=np.bool_)
     for row, labels in enumerate(rows):
-        if any(not 0 <= label < classes for label in labels):
+        if labels and not 0 <= min(labels) <= max(labels) < classes:
             raise table.fault(row, f"has the labels {labels[:20]}, but there are {classes} class names")
-        hot[row, labels] = True
-    return torch.from_numpy(hot), names  # (N, C)
+    return make_multi_hot(rows, classes), names  # (N, C)
 
 
 def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
@@ -309,12 +314,8 @@ def _winogavil(table: _Table, place: Path | str) -> EvalDataset:
     for row, (cue, candidates, associations) in enumerate(zip(*columns, strict=True)):
         images = _parse_names(candidates)
         chosen = set(_parse_names(associations))
-        if (
-            not isinstance(cue, str)
-            or not chosen
-            or not chosen <= set(images)
-            or len(set(images)) < len(images)
-        ):
+        distinct = set(images)
+        if not isinstance(cue, str) or not chosen or not chosen <= distinct or len(distinct) < len(images):
             raise DataError(
                 f"dataset {table.name}: row {row} has no cue, repeated candidates, or associations that are not "
                 "candidates"
@@ -352,8 +353,8 @@ def _candidate_images(
             continue
         paths = []
         for name in names:
-            options = [folder / f"{name}.{extension}" for extension in IMAGE_EXTENSIONS]
-            path = next(filter(Path.is_file, options), None)
+            files_of_name = (folder / f"{name}.{extension}" for extension in IMAGE_EXTENSIONS)
+            path = next(filter(Path.is_file, files_of_name), None)
             if path is None or "/" in name or name.startswith("."):
                 raise DataError(f"dataset {table.name}: no image of {name[:40]!r} in {folder}")
             paths.append(path)
@@ -370,4 +371,6 @@ def _parse_names(value: Any) -> list[str]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return []
-    return [name for name in value if isinstance(name, str)] if isinstance(value, list) else []
+    if not isinstance(value, list):
+        return []
+    return [name for name in value if isinstance(name, str)]

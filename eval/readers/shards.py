@@ -159,11 +159,11 @@ def open_published(
         tasks = ("compositional",)
     elif kind == "retrieval" or (labels is None and captions):
         tasks = ("retrieval",)
-    broken = [i for i, texts in enumerate(all_captions) if not all(map(is_utf8, texts))]
+    broken = [i for i, texts in enumerate(all_captions) if not is_utf8("".join(texts))]
     if broken:
         shard, key = images.locate(broken[0])
         what = f"{counted(len(broken), 'sample')} with a caption that is not UTF-8"
-        if captions and any(TASKS[task].fits != "labels" for task in tasks):
+        if captions and not all(TASKS[task].fits == "labels" for task in tasks):
             raise DataError(
                 f"dataset {name}: {what}, the first is {key} of {shard}: write the captions in UTF-8"
             )
@@ -241,11 +241,10 @@ class _Published:
         rule = CaptionRule(fields=self.members.captions)
         hint = ""
         for setting, member in suggest_members(shard, rule, self.members.image).items():
+            hint = hint or ": add"
             hint += f" data.{setting}={member}" if self.members.optional else f" --{setting} {member}"
         names = list_members(shard.index.names)
-        return DataError(
-            f"dataset {self.name}: no sample has {what}; members: {names}{': add' if hint else ''}{hint}"
-        )
+        return DataError(f"dataset {self.name}: no sample has {what}; members: {names}{hint}")
 
     def check_images(self, split: str, *, stated: int | None) -> None:
         """Check that each sample has one image, and that there are as many as the card states."""
@@ -266,14 +265,15 @@ class _Published:
         if not complete and len(self.samples):
             raise self.nothing_usable("an image")
         if complete < len(self.samples) or stated not in (None, complete):
-            expected = "" if stated is None else f", its card says {stated}"
+            expected = f", its card says {stated}" if stated is not None else ""
             raise DataError(
                 f"dataset {self.name}: split {split!r} has {counted(complete, 'sample')} with an image and "
                 f"{len(self.samples) - complete} without{expected}; fetch or write it again"
             )
 
     def read_annotations(self, *, arrays: bool) -> _Annotations:
-        rule, usual_rule = CaptionRule(fields=self.members.captions), CaptionRule()
+        rule = CaptionRule(fields=self.members.captions)
+        usual_rule = CaptionRule()
         annotations = _Annotations(labels=[], captions=[], usual_captions=[], arrays=[])
         for i in range(len(self.samples)):
             shard, row = self.samples.find(i)
@@ -425,16 +425,16 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
             flat = name.replace("/", "-")
             published = flat if flat.startswith("wds_") else f"wds_{flat}"
             for candidate in dict.fromkeys((published, f"{published}_test", flat, name)):
-                place = join_place(root, candidate)
-                if isinstance(place, Path):
-                    if place.expanduser().is_dir():
-                        return str(place.expanduser())
-                elif _is_dataset(resolve_address(place)):
-                    return place
-            family, _, own = flat.partition("-")
-            for inside in (f"{own}.json", f"data/{own}.json", f"visual_genome_{own}.json"):
+                folder = join_place(root, candidate)
+                if isinstance(folder, Path):
+                    if folder.expanduser().is_dir():
+                        return str(folder.expanduser())
+                elif _is_dataset(resolve_address(folder)):
+                    return folder
+            family, _, part = flat.partition("-")
+            for inside in (f"{part}.json", f"data/{part}.json", f"visual_genome_{part}.json"):
                 file = join_place(root, family, inside)
-                if own and isinstance(file, Path) and file.expanduser().is_file():
+                if part and isinstance(file, Path) and file.expanduser().is_file():
                     return str(file.expanduser())
     except Unreachable as error:
         _unreachable[str(root)] = (time.monotonic(), str(error))
@@ -448,7 +448,8 @@ def _is_dataset(address: str) -> bool:
     try:
         if is_web:
             return _has_any(address, _PROBES)
-        return any(list_folder(f"{address}{inside}", ("",)) for inside in ("", f"/{TEST}", "/data"))
+        folders = (address, f"{address}/{TEST}", f"{address}/data")
+        return any(list_folder(folder, ("",)) for folder in folders)
     except Unreachable:
         raise
     except DataError as error:
@@ -461,7 +462,7 @@ def _is_dataset(address: str) -> bool:
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
     """Return the files of a split of a dataset; files whose names state no split are the test split."""
-    stated, files = "", []
+    stated = ""
     if isinstance(place, Path) and place.is_file():
         files = [ShardFile.at(place)]
     else:
@@ -474,10 +475,10 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
         raise MissingSplit(
             f"dataset {name} has no split {split!r}: all of {redact_url(str(place))} is for testing"
         )
-    stems = [file.name.removesuffix(".tar") for file in files]
+    stems = {file.name.removesuffix(".tar") for file in files}
     if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
-        missing = sorted(set(range(len(files))) - set(map(int, stems)))
+        missing = set(range(len(files))) - set(map(int, stems))
         if missing:
             folder = files[0].shown.rpartition("/")[0]
-            raise DataError(f"shard {missing[0]}.tar is missing in {folder}; fetch the dataset again")
+            raise DataError(f"shard {min(missing)}.tar is missing in {folder}; fetch the dataset again")
     return files

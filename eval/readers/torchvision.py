@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import re
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -23,42 +24,42 @@ from eval.readers.files import check_dataset, encode_png, file_images
 ALL = "all"  # the split of a dataset without splits
 
 
-Splits = Mapping[str, Mapping[str, Any]]  # our split name → arguments of torchvision's class
+Splits = Mapping[str, Mapping[str, Any]]  # by our name, arguments of torchvision's class
 
 
-def _split(**names: str) -> Splits:
-    return {ours: {"split": theirs} for ours, theirs in names.items()}
+def _make_splits(**names: str) -> Splits:
+    return {name: {"split": torchvision_name} for name, torchvision_name in names.items()}
 
 
-_BY_TRAIN: Splits = {"train": {"train": True}, "test": {"train": False}}
-_TRAIN_TEST = _split(train="train", test="test")
-_TRAIN_VAL_TEST = _split(train="train", val="val", test="test")
-_WHOLE: Splits = {ALL: {}}
+_TRAIN_FLAG: Splits = {"train": {"train": True}, "test": {"train": False}}
+_TRAIN_TEST = _make_splits(train="train", test="test")
+_TRAIN_VAL_TEST = _make_splits(train="train", val="val", test="test")
+_ALL_IMAGES: Splits = {ALL: {}}
 
 TORCHVISION_SETS: Mapping[str, Splits] = {
-    "CIFAR10": _BY_TRAIN,
-    "CIFAR100": _BY_TRAIN,
-    "Caltech101": _WHOLE,
-    "Caltech256": _WHOLE,
-    "Country211": _split(train="train", val="valid", test="test"),
+    "CIFAR10": _TRAIN_FLAG,
+    "CIFAR100": _TRAIN_FLAG,
+    "Caltech101": _ALL_IMAGES,
+    "Caltech256": _ALL_IMAGES,
+    "Country211": _make_splits(train="train", val="valid", test="test"),
     "DTD": _TRAIN_VAL_TEST,
-    "EuroSAT": _WHOLE,
+    "EuroSAT": _ALL_IMAGES,
     "FER2013": _TRAIN_TEST,
     "FGVCAircraft": _TRAIN_VAL_TEST,
-    "FashionMNIST": _BY_TRAIN,
+    "FashionMNIST": _TRAIN_FLAG,
     "Flowers102": _TRAIN_VAL_TEST,
     "Food101": _TRAIN_TEST,
     "GTSRB": _TRAIN_TEST,
-    "ImageNet": _split(train="train", test="val"),  # torchvision's only labelled held-out split
-    "KMNIST": _BY_TRAIN,
-    "MNIST": _BY_TRAIN,
-    "OxfordIIITPet": _split(train="trainval", test="test"),
+    "ImageNet": _make_splits(train="train", test="val"),  # torchvision's only labelled held-out split
+    "KMNIST": _TRAIN_FLAG,
+    "MNIST": _TRAIN_FLAG,
+    "OxfordIIITPet": _make_splits(train="trainval", test="test"),
     "RenderedSST2": _TRAIN_VAL_TEST,
     "STL10": _TRAIN_TEST,
-    "SUN397": _WHOLE,
+    "SUN397": _ALL_IMAGES,
     "SVHN": _TRAIN_TEST,
     "StanfordCars": _TRAIN_TEST,
-    "USPS": _BY_TRAIN,
+    "USPS": _TRAIN_FLAG,
 }
 # attributes in which torchvision's classes keep paths and labels
 _FILES = ("_image_files", "_images", "_samples", "samples")
@@ -96,10 +97,10 @@ def open_torchvision(
     splits = TORCHVISION_SETS[kind]
     kinds = importlib.import_module("torchvision.datasets")
     if split not in splits:
-        what = f"only {list_some(list(splits))}"
+        reason = f", only {list_some(list(splits))}"
         if ALL in splits:
-            what = f"torchvision's {kind} has only the split {ALL!r} with all images"
-        raise MissingSplit(f"dataset {name} has no split {split!r}{':' if ALL in splits else ','} {what}")
+            reason = f": torchvision's {kind} has only the split {ALL!r} with all images"
+        raise MissingSplit(f"dataset {name} has no split {split!r}{reason}")
     options = {**splits[split], **(arguments or {})}
     try:
         dataset = getattr(kinds, kind)(root=str(root), **options)
@@ -109,24 +110,25 @@ def open_torchvision(
         if _NOT_THERE.search(message) and "pip install" not in message:
             raise Unavailable(message, cause="missing") from error
         raise DataError(message) from error
-    files, labels = _files(dataset), _labels(name, dataset)
+    files = _list_files(dataset)
+    labels = _list_labels(name, dataset)
     if not labels:
         raise DataError(f"dataset {name} has no image")
-    for number in {0, len(labels) // 2, len(labels) - 1}:  # check that images and labels correspond
+    for i in {0, len(labels) // 2, len(labels) - 1}:  # check that images and labels correspond
         try:
-            image, given = dataset[number]
+            image, label = dataset[i]
             image.close()
         except (OSError, SyntaxError) as error:
-            raise DataError(f"dataset {name}: image {number} does not decode: {error}") from error
-        assert int(given) == labels[number], f"torchvision has changed where {name} stores its labels"
+            raise DataError(f"dataset {name}: image {i} does not decode: {error}") from error
+        assert int(label) == labels[i], f"torchvision has changed where {name} stores its labels"
     if files is None:
         images = SampleImages(ArraySamples(dataset, f"torchvision:{kind} ({split})"))
     else:
-        order = list(range(len(files)))
         if split == ALL:  # SUN397's files are in directory order
-            order.sort(key=lambda number: files[number])
-        images = file_images(root, [files[number] for number in order])
-        labels = [labels[number] for number in order]
+            pairs = sorted(zip(files, labels, strict=True), key=itemgetter(0))
+            files = [file for file, _ in pairs]
+            labels = [label for _, label in pairs]
+        images = file_images(root, files)
     # ImageNet's classes are lists of names, so its WordNet ids are the keys; some datasets have no class names
     names = getattr(dataset, "wnids", None) or getattr(dataset, "classes", None) or ()
     return check_dataset(
@@ -147,22 +149,27 @@ def check_known(kind: str) -> None:
         raise ConfigError(f"no dataset torchvision:{kind[:40]}: {nearest(kind[:40], TORCHVISION_SETS)}")
 
 
-def _files(dataset: Any) -> list[Path] | None:
+def _list_files(dataset: Any) -> list[Path] | None:
     """Return the files of the images; None for a dataset of arrays."""
-    files = [entry[0] if isinstance(entry, tuple) else entry for entry in _entries(dataset, _FILES)]
-    if not files or not all(isinstance(file, str | Path) for file in files):
-        return None
-    return [Path(file) for file in files]
+    files = []
+    for entry in _list_entries(dataset, _FILES):
+        file = entry[0] if isinstance(entry, tuple) else entry
+        if not isinstance(file, str | Path):
+            return None
+        files.append(Path(file))
+    return files or None
 
 
-def _labels(name: str, dataset: Any) -> list[int]:
-    labels = _entries(dataset, _LABELS) or [entry[1] for entry in _entries(dataset, ("_samples", "samples"))]
-    if any(label is None for label in labels):
+def _list_labels(name: str, dataset: Any) -> list[int]:
+    labels = _list_entries(dataset, _LABELS)
+    if not labels:
+        labels = [entry[1] for entry in _list_entries(dataset, ("_samples", "samples"))]
+    if None in labels:
         raise DataError(f"dataset {name}: torchvision has no labels for this split")
-    return [int(label) for label in labels]
+    return list(map(int, labels))
 
 
-def _entries(dataset: Any, attributes: Sequence[str]) -> list[Any]:
+def _list_entries(dataset: Any, attributes: Sequence[str]) -> list[Any]:
     """Return the first of these attributes that has an entry for each image; [] if there is none."""
     for attribute in attributes:
         values = getattr(dataset, attribute, None)
@@ -180,7 +187,8 @@ class ArraySamples(Samples):
     """
 
     def __init__(self, dataset: Any, shown: str) -> None:
-        self._dataset, self._shown = dataset, shown
+        self._dataset = dataset
+        self._shown = shown
 
     def __len__(self) -> int:
         return len(self._dataset)
