@@ -2,11 +2,11 @@
 
 import math
 import shlex
-import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from statistics import fmean, median_high
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from clipkit.config import load_config
-from clipkit.errors import ConfigError, DataError
+from clipkit.errors import ConfigError
 from clipkit.expected import expected_score
 from clipkit.files import redact_secrets, write_page
 from clipkit.samples.remote import cache_folder
@@ -34,24 +34,12 @@ from eval.report.charts import (
     smooth_points,
 )
 from eval.report.tables import TableRow, build_row, format_setting, join_words
-from eval.results.records import (
-    Snapshot,
-    find_snapshots,
-    json_lines,
-    parse_finite,
-    parse_integer,
-    read_snapshot,
-)
+from eval.results.records import Snapshot
+from eval.results.run_folder import Result, RunFolder, read_run_folder
 from eval.results.scores import PREFIX
-from eval.results.table import Record, Series, group_by, read_records
+from eval.results.table import Series, group_by
 
-_METRICS = (
-    "loss", "chance", "floor", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
-    "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
-)  # fmt: skip
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
-_TERM = "loss_"  # prefix of the metrics of local terms, such as loss_caption
-_LOSS_TIME = "loss_time"  # seconds of a step that the loss takes
 _MEAN = "mean_R@1"  # of both directions of retrieval
 _BESIDE = {  # metrics drawn together
     "acc1": ("acc5",),
@@ -62,209 +50,9 @@ _SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high
 _CAP = 100.0  # the published bound of exp(t)
 _HEADLINES = 4
 _CHARTS = 16  # of scores; the table has all of them
-_SNAPSHOTS = 5  # per dataset
-_BAD_SAMPLES = 5
-_RANKS = 8  # the slowest ones
 _SMOOTHED = 50  # about how many independent values a smoothed curve keeps
 _MANY = 2 * _SMOOTHED  # shorter curves are drawn as they are
 _LEAST_RANGE = 0.2  # of cosines over the color scale, so that the noise of an untrained model stays pale
-_MAX_CONFIG_BYTES = 1 << 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result(Record):
-    """A score at a step of a training."""
-
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFolder:
-    """The contents of a run folder that the page shows.
-
-    Attributes:
-        name: the folder's name.
-        config_text: the text of ``config.toml``, or "".
-        config: parsed, {} if that fails.
-        steps: number of steps in the config.
-        scored_on: the datasets of ``eval.data`` in the config.
-        first_score: the step of the first scores according to the config, or 0.
-        metrics: by name, the finite (step, value) points of a curve in order of steps.
-        results: scores in order of steps.
-        snapshots: at most five per dataset, evenly spaced, with the first and the last.
-        bad_samples: number of samples that could not be used.
-        first_bad: shard, key and cause of the first few.
-        ranks: milliseconds per step of the slowest ranks at the end, by the name of the rank and of the phase.
-        notes: notes on missing or broken files.
-    """
-
-    name: str
-    config_text: str
-    config: Mapping[str, Any]
-    steps: int | None
-    scored_on: Sequence[str]
-    first_score: int
-    metrics: Mapping[str, Sequence[tuple[int, float]]]
-    results: Sequence[Result]
-    snapshots: Mapping[str, Sequence[Snapshot]]
-    bad_samples: int
-    first_bad: Sequence[tuple[str, str, str]]
-    ranks: Mapping[str, Mapping[str, float]]
-    notes: Sequence[str]
-
-    def curve(self, metric: str) -> Sequence[Point]:
-        return self.metrics.get(metric, ())
-
-    @property
-    def terms(self) -> dict[str, Sequence[Point]]:
-        """The local terms of the loss."""
-        return {
-            name.removeprefix(_TERM).replace("_", " ").capitalize(): points
-            for name, points in self.metrics.items()
-            if name.startswith(_TERM)
-        }
-
-    def last(self, metric: str) -> float | None:
-        """The last value of a curve."""
-        points = self.curve(metric)
-        return points[-1][1] if points else None
-
-    @property
-    def step(self) -> int | None:
-        """The last step with any record."""
-        steps = [points[-1][0] for points in self.metrics.values()]
-        return max([*steps, *(result.step for result in self.results)], default=None)
-
-
-def read_run_folder(run: Path) -> RunFolder:
-    """Read a run folder; any file may be missing, and the last line of any may be cut short."""
-    try:
-        if not run.is_dir():
-            raise DataError(f"no run folder at {run}")
-        return _read(run)
-    except OSError as error:
-        raise DataError(f"cannot read the run folder {str(run)[:200]}: {error.strerror}") from error
-
-
-def _read(run: Path) -> RunFolder:
-    notes: list[str] = []
-    config_text, config, path = "", {}, run / "config.toml"
-    if not path.is_file():
-        notes.append("config.toml is missing, so the settings of this run are not shown.")
-    elif path.stat().st_size > _MAX_CONFIG_BYTES:
-        notes.append("config.toml is too large to be a config, and is not shown.")
-    else:
-        config_text = path.read_text(encoding="utf-8", errors="replace")
-        try:
-            config = tomllib.loads(config_text)
-        except (ValueError, RecursionError) as error:  # ValueError also for numbers of thousands of digits
-            notes.append(f"config.toml is not valid TOML ({error}); it is shown as plain text.")
-
-    columns: dict[str, dict[int, float]] = {name: {} for name in _METRICS}
-    not_finite: set[str] = set()
-    ranks: Mapping[str, Mapping[str, float]] = {}
-    for line in json_lines(run / "metrics.jsonl", notes, "the curves of the training are not shown"):
-        step = parse_integer(line.get("step"))
-        if step is None:
-            continue
-        ranks = _slowest_ranks(line.get("ranks")) or ranks
-        terms = {name for name in line if name.startswith(_TERM)} - {_LOSS_TIME}
-        columns.update({name: {} for name in line if name in terms and name not in columns})
-        for name, column in columns.items():
-            value = parse_finite(line.get(name))
-            # a resumed training repeats steps: the last value counts
-            if value is not None:
-                column[step] = value
-            elif isinstance(line.get(name), float):
-                not_finite.add(name)
-    if not_finite:
-        notes.append(
-            f"Some values of {', '.join(sorted(not_finite))} are not finite numbers and are left out."
-        )
-    metrics = {name: sorted(column.items()) for name, column in columns.items() if column}
-
-    # scores are missed only if the config asks for them, and by the last step
-    step = max((points[-1][0] for points in metrics.values()), default=None)
-    section = config.get("eval")
-    if not isinstance(section, Mapping):
-        section = {}
-    datasets = section.get("data")
-    if not isinstance(datasets, list):
-        datasets = []
-    steps = parse_integer(config.get("steps"))
-    due_steps = [due for due in (parse_integer(section.get("every_steps")), steps) if due and due > 0]
-    first_score = min(due_steps, default=0)
-    due = not config or (bool(datasets) and (step is None or step >= first_score))
-    scores: dict[tuple[int, tuple[str, ...]], Result] = {}
-    for record in read_records(run / "results.jsonl", notes, "there are no scores to show" if due else ""):
-        if record.step is not None:
-            result = Result(**vars(record))
-            before = scores.get((result.step, result.what))
-            # the training's own score counts
-            if before is None or result.scored_in_training or not before.scored_in_training:
-                scores[result.step, result.what] = result
-    # stable: within a step, as written
-    results = sorted(scores.values(), key=lambda result: result.step)
-
-    snapshots: dict[str, list[Snapshot]] = {}
-    for by_step in find_snapshots(run).values():
-        paths = list(by_step.values())
-        if len(paths) > _SNAPSHOTS:
-            paths = [paths[round(i * (len(paths) - 1) / (_SNAPSHOTS - 1))] for i in range(_SNAPSHOTS)]
-        for path in paths:
-            try:
-                snapshot = read_snapshot(path)
-            except DataError:
-                notes.append(f"snapshots/{path.name} cannot be read and is left out.")
-            else:
-                snapshots.setdefault(snapshot.dataset, []).append(snapshot)
-    if not snapshots and due:
-        notes.append("There are no snapshots, so predictions and images are not shown.")
-    if not (config_text or metrics or results or snapshots):
-        raise DataError(f"{run} is not a run folder: it has no config.toml, metrics, results or snapshots")
-
-    bad_samples = 0
-    first_bad: list[tuple[str, str, str]] = []
-    for path in sorted(run.glob("bad_samples*.jsonl")):
-        for line in json_lines(path, notes, ""):
-            bad_samples += 1
-            if len(first_bad) < _BAD_SAMPLES:
-                cause = line.get("cause", line.get("error", line.get("reason", "")))
-                first_bad.append((str(line.get("shard", "")), str(line.get("key", "")), str(cause)))
-    if bad_samples:
-        notes.append(
-            f"{format_number(bad_samples)} samples could not be used and were replaced; the causes are at the end "
-            "of the page."
-        )
-    return RunFolder(
-        name=run.resolve().name,
-        config_text=config_text,
-        config=config,
-        steps=steps,
-        scored_on=[str(name) for name in datasets],
-        first_score=first_score,
-        metrics=metrics,
-        results=results,
-        snapshots=snapshots,
-        bad_samples=bad_samples,
-        first_bad=first_bad,
-        ranks=ranks,
-        notes=notes,
-    )
-
-
-def _slowest_ranks(record: object) -> dict[str, dict[str, float]]:
-    """Return what a line of metrics.jsonl says about ranks, slowest first; {} if it says nothing usable."""
-    if not isinstance(record, Mapping) or not isinstance(names := record.get("names"), list):
-        return {}
-    phases = {
-        str(phase): [parse_finite(value) or 0.0 for value in values]
-        for phase, values in record.items()
-        if isinstance(values, list) and phase != "names" and len(values) == len(names)
-    }
-    waiting = phases.get("waiting", [0.0] * len(names))
-    order = sorted(range(len(names)), key=waiting.__getitem__)
-    return {str(names[i]): {phase: values[i] for phase, values in phases.items()} for i in order[:_RANKS]}
 
 
 def build_report(run: Path, out: Path | None = None) -> Path:
@@ -297,31 +85,33 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         has_classes=any(hit.right is not None for query in queries for hit in query.hits),
         similarities=_compare_similarities,
         newest=select_newest(folder.results),
-        row=_row,
-        series_name=partial(_series_name, known={result.series for result in folder.results}),
+        row=_build_row,
+        series_name=partial(_name_series, all_series={result.series for result in folder.results}),
         provenance=_list_provenance(_select_headlined(folder.results)),
         config=redact_secrets(folder.config_text).strip(),
-        search=_search(run, folder.scored_on),
-        expected=_expected(run),
+        search=_search_commands(run, folder.scored_on),
+        expected=_read_expected_score(run),
     )
     return write_page(run / "report.html" if out is None else out, page)
 
 
-def _expected(run: Path) -> str:
+def _read_expected_score(run: Path) -> str:
     try:
         return expected_score(load_config(run / "config.toml"))
     except ConfigError:  # missing, or of another version
         return ""
 
 
-def _search(run: Path, datasets: Sequence[str]) -> str:
+def _search_commands(run: Path, datasets: Sequence[str]) -> str:
     """Return the commands that open a page to search the first dataset on this disk; "" if there is none."""
     for name in datasets:
-        place = cache_folder() / f"{name}-{BUILTIN[name].revision}" if name in BUILTIN else Path(name)
-        if place.is_dir():
+        folder = Path(name)
+        if name in BUILTIN:
+            folder = cache_folder() / f"{name}-{BUILTIN[name].revision}"
+        if folder.is_dir():
             out = shlex.quote(str(run / "search"))
             return (
-                f"clipkit encode {shlex.quote(str(place))} --model {shlex.quote(str(run))} --out {out}\n"
+                f"clipkit encode {shlex.quote(str(folder))} --model {shlex.quote(str(run))} --out {out}\n"
                 f"clipkit serve {out}"
             )
     return ""
@@ -331,10 +121,10 @@ def select_newest(results: Sequence[Result]) -> list[Result]:
     """Select the last score of each metric, series by series; series scored in training come first."""
     last = {result.what: result for result in results}
     trained = {result.series for result in results if result.scored_in_training}
-    order = list(dict.fromkeys(result.series for result in last.values()))
-    return sorted(
-        last.values(), key=lambda result: (result.series not in trained, order.index(result.series))
-    )
+    by_series: list[Result] = []
+    for results_of_series in group_by(last.values(), attrgetter("series")).values():
+        by_series += results_of_series
+    return sorted(by_series, key=lambda result: result.series not in trained)
 
 
 def _select_headlined(results: Sequence[Result]) -> list[Result]:
@@ -347,43 +137,43 @@ def _select_headlined(results: Sequence[Result]) -> list[Result]:
     return [result for result in trained if result.step == last]
 
 
-def _row(result: Result) -> TableRow:
+def _build_row(result: Result) -> TableRow:
     return build_row(result.metric, [result])
 
 
-def _series_name(result: Result, known: Collection[Series]) -> str:
+def _name_series(result: Result, all_series: Collection[Series]) -> str:
+    """Name the task and setting, and what distinguishes the series from others of these."""
     splits: set[str] = set()
     prompt_sets: set[str] = set()
-    for dataset, split, task, prompt_set, setting in known:
+    for dataset, split, task, prompt_set, setting in all_series:
         if (dataset, task, setting) == (result.dataset, result.task, result.setting):
             splits.add(split)
             prompt_sets.add(prompt_set)
-    prompts = f"prompts {result.prompt_set}" if result.prompt_set else "no prompts"
-    return join_words(
-        result.task,
-        format_setting(result.task, result.setting),
-        prompts if len(prompt_sets) > 1 else "",
-        f"split {result.split}" if result.split != TEST or len(splits) > 1 else "",
-    )
+    words = [result.task, format_setting(result.task, result.setting)]
+    if len(prompt_sets) > 1:
+        words.append(f"prompts {result.prompt_set}" if result.prompt_set else "no prompts")
+    if len(splits) > 1 or result.split != TEST:
+        words.append(f"split {result.split}")
+    return join_words(*words)
 
 
 def _group_metrics(results: Iterable[Result]) -> dict[Series, dict[str, list[Result]]]:
     """Group scores by series and metric, the mean of both directions of retrieval first."""
     groups = {}
-    for series, own_results in group_by(results, lambda result: result.series).items():
-        metrics = group_by(own_results, lambda result: result.metric)
+    for series, series_results in group_by(results, attrgetter("series")).items():
+        metrics = group_by(series_results, attrgetter("metric"))
         groups[series] = dict(sorted(metrics.items(), key=lambda item: item[0] != _MEAN))
     return groups
 
 
 def select_headlines(results: Sequence[Result], step: int | None) -> list[Headline]:
     """Select the main metric of each dataset scored in training; scores of another step than ``step`` say so."""
-    known = {result.series for result in results}
+    all_series = {result.series for result in results}
     shown = [result for result in _select_headlined(results) if not PREFIX.fullmatch(result.setting)]
     selected = []
     for metrics in list(_group_metrics(shown).values())[:_HEADLINES]:
         result = next(iter(metrics.values()))[-1]
-        row = _row(result)
+        row = _build_row(result)
         details = []
         if result.step != step:
             details.append(f"step {format_number(result.step)}")
@@ -398,7 +188,7 @@ def select_headlines(results: Sequence[Result], step: int | None) -> list[Headli
         selected.append(
             Headline(
                 dataset=result.dataset,
-                what=f"{_series_name(result, known)} {metric_title(result.metric)}".strip(),
+                what=f"{_name_series(result, all_series)} {metric_title(result.metric)}".strip(),
                 figure=row.format_value(result.value).removesuffix(unit),
                 unit=unit,
                 details=details,
@@ -420,9 +210,9 @@ def _list_provenance(results: Sequence[Result]) -> list[tuple[str, list[str]]]:
     datasets = {result.dataset for result in results}
     facts = []
     for key, by_dataset in values.items():
-        lines = [f"{name}: {value}" for name, value in by_dataset.items()]
-        if len(set(by_dataset.values())) == 1 and len(by_dataset) == len(datasets):
-            lines = [next(iter(by_dataset.values()))]
+        lines = list(dict.fromkeys(by_dataset.values()))
+        if len(lines) > 1 or len(by_dataset) < len(datasets):
+            lines = [f"{name}: {value}" for name, value in by_dataset.items()]
         facts.append((key.replace("_", " "), lines))
     return facts
 
@@ -461,9 +251,11 @@ def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
     """Return the lines of the charts of what is logged at each step."""
     loss = run.curve("loss")
     losses = [_noisy("loss", loss, format_number(loss[-1][1]) if loss else None)]
-    if chance := run.curve("chance"):
+    chance = run.curve("chance")
+    if chance:
         losses.append(ChartLine(name=_chance_name(run, chance[-1][1]), points=_thin(chance), reference=True))
-    if floor := run.curve("floor"):
+    floor = run.curve("floor")
+    if floor:
         name = f"floor, entropy of the targets, {format_number(fmean(value for _, value in floor))}"
         losses.append(ChartLine(name=name, points=_thin(floor), reference=True))
     in_batch = []
@@ -531,25 +323,25 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
             continue
         percent = _are_percent(first)
         factor, unit = (100.0, "%") if percent else (1.0, "")
-        others = _BESIDE.get(main, [name for name in metrics if name != main][:1])
-        beside = [
-            metrics[name] for name in others if name in metrics and _are_percent(metrics[name]) == percent
-        ]
-        lines = []
-        for tone, results in enumerate((first, *beside), start=1):
-            lines.append(_score_line(metric_title(results[0].metric), results, factor, tone))
-        bands = [(result.step, result.interval) for result in first if result.interval is not None]
-        lines[0] = replace(
-            lines[0], band=[(step, factor * low, factor * high) for step, (low, high) in bands]
-        )
+        lines = [_score_line(metric_title(main), first, factor)]
+        for name in _BESIDE.get(main, [name for name in metrics if name != main][:1]):
+            if name in metrics and _are_percent(metrics[name]) == percent:
+                lines.append(_score_line(metric_title(name), metrics[name], factor, tone=len(lines) + 1))
+        band = []
+        for result in first:
+            if result.interval is not None:
+                low, high = result.interval
+                band.append((result.step, factor * low, factor * high))
+        lines[0] = replace(lines[0], band=band)
         highest = max(y for line in lines for _, y in line.points)
-        if (chance := first[-1].chance) is not None:
+        chance = first[-1].chance
+        if chance is not None:
             name = f"chance {format_value(factor * chance, unit)}"
             lines.append(ChartLine(name=name, points=[(first[0].step, factor * chance)], reference=True))
             highest = max(highest, factor * chance)
         chart = {
             "scored_in_training": any(result.scored_in_training for result in chain(*metrics.values())),
-            "title": join_words(first[0].dataset, _series_name(first[0], groups)),
+            "title": join_words(first[0].dataset, _name_series(first[0], groups)),
             "note": "" if first[-1].step == run.step else f"at step {format_number(first[-1].step)}",
             "lines": lines,
             "unit": unit,
@@ -557,15 +349,14 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
         }
         charts.append(chart)
         prefixes: dict[int, list[Result]] = {}
-        for (*others_series, setting), own_metrics in groups.items():
+        for (*others, setting), other_metrics in groups.items():
             match = PREFIX.fullmatch(setting)
-            if match and (*others_series, match[2]) == series and main in own_metrics:
-                prefixes[int(match[1])] = own_metrics[main]
+            if match and (*others, match[2]) == series and main in other_metrics:
+                prefixes[int(match[1])] = other_metrics[main]
         if prefixes:
-            by_dim = {"all": first, **{str(dim): prefixes[dim] for dim in sorted(prefixes, reverse=True)}}
-            curves = []
-            for tone, (dim, results) in enumerate(by_dim.items(), start=1):
-                curves.append(_score_line(dim, results, factor, tone))
+            curves = [_score_line("all", first, factor)]
+            for dim in sorted(prefixes, reverse=True):
+                curves.append(_score_line(str(dim), prefixes[dim], factor, tone=len(curves) + 1))
             title = f"{chart['title']}: {metric_title(main)} by dimension"
             note = "of the first elements of the embedding (loss.dims)"
             charts.append({**chart, "title": title, "note": note, "lines": curves})
@@ -573,10 +364,10 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _are_percent(results: Sequence[Result]) -> bool:
-    return all(_row(result).in_percent for result in results)
+    return all(_build_row(result).in_percent for result in results)
 
 
-def _score_line(name: str, results: Sequence[Result], factor: float, tone: int) -> ChartLine:
+def _score_line(name: str, results: Sequence[Result], factor: float, tone: int = 1) -> ChartLine:
     points = [(result.step, factor * result.value) for result in results]
     return ChartLine(name=name, points=points, tone=tone, dots=True)
 
@@ -589,11 +380,10 @@ def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine
     band = []
     for i, bucket in enumerate(buckets):
         # joined with its neighbours, so that a band of single values still has a width
-        near = buckets[max(0, i - 1) : i + 2]
-        band.append((bucket[0], min(low for _, _, low, _ in near), max(high for *_, high in near)))
-    return ChartLine(
-        name=name, points=_thin(smooth_points(points, len(points) / _SMOOTHED)), band=band, summary=summary
-    )
+        _, _, lows, highs = zip(*buckets[max(0, i - 1) : i + 2], strict=True)
+        band.append((bucket[0], min(lows), max(highs)))
+    smoothed = smooth_points(points, len(points) / _SMOOTHED)
+    return ChartLine(name=name, points=_thin(smoothed), band=band, summary=summary)
 
 
 def _percent(points: Sequence[Point]) -> list[Point]:

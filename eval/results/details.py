@@ -37,6 +37,7 @@ from eval.results.records import (
     Guess,
     Hit,
     Matrix,
+    Packed,
     Query,
     Snapshot,
     Thumbnail,
@@ -87,7 +88,8 @@ def zero_shot_details(
         seed: seed of the examples, which otherwise depend only on N and the predictions.
         device: for the matrix products; by default that of the features.
     """
-    labels, classes = dataset.labels, len(dataset.class_names)
+    labels = dataset.labels
+    classes = len(dataset.class_names)
     if labels is None or not classes or not len(labels):
         raise DataError(f"dataset {dataset.name} has no labelled images with class names")
     top = top_classes(image_features, class_weights, k=GUESSES, logit_scale=logit_scale, device=device)
@@ -123,20 +125,18 @@ def zero_shot_details(
         ranks = {label: int(class_ranks(features, weights, torch.tensor([label]))) for label in true}
         first = min(ranks, key=lambda label: (ranks[label], label), default=None)
         likeliest = zip(best.classes[0].tolist(), best.probabilities[0].tolist(), strict=True)
-        examples.append(
-            Example(
-                picture=str(i),
-                guesses=tuple(
-                    _guess(_class_name(dataset, label), probability, label in true)
-                    for label, probability in likeliest
-                    if label >= 0
-                ),
-                truth=_short(", ".join(_class_name(dataset, label) for label in true)) if true else None,
-                rank=None if first is None else 1 + ranks[first],
-                probability=None if first is None else _round(float(probabilities[first])),
-            )
-        )
-    return replace(details, examples=tuple(examples), pictures=_thumbnails(dataset, chosen))
+        guesses = [
+            _build_guess(_class_name(dataset, label), probability, label in true)
+            for label, probability in likeliest
+            if label >= 0
+        ]
+        example = Example(picture=str(i), guesses=tuple(guesses), truth=None, rank=None, probability=None)
+        if first is not None:
+            truth = _shorten(", ".join(_class_name(dataset, label) for label in true))
+            probability = _round(float(probabilities[first]))
+            example = replace(example, truth=truth, rank=1 + ranks[first], probability=probability)
+        examples.append(example)
+    return replace(details, examples=tuple(examples), pictures=_draw_thumbnails(dataset, chosen))
 
 
 def prediction_details(
@@ -158,36 +158,38 @@ def prediction_details(
         confidence: (N,) probability of the predicted class in [0, 1], if there is one.
         chosen_c: for a probe, C chosen on validation images.
     """
-    labels, classes = dataset.labels, len(dataset.class_names)
+    labels = dataset.labels
+    classes = len(dataset.class_names)
     assert labels is not None and labels.ndim == 1, "one label per image"
     predicted = predicted.cpu()
     correct = predicted == labels  # (N,)
     right, total = count_correct(correct, labels, classes)
     confused = count_confusion(predicted, labels)
     groups = tuple(dict.fromkeys(dataset.superclasses))
-    bins: tuple[Bin, ...] = ()
+    bars: list[Bin] = []
     if confidence is not None:
-        found = calibration_bins(confidence, correct)
-        columns = (found.low, found.high, found.count, found.confidence, found.accuracy)
-        bins = tuple(
+        table = calibration_bins(confidence, correct)
+        columns = (table.low, table.high, table.count, table.confidence, table.accuracy)
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        bars = [
             Bin(low=low, high=high, count=count, confidence=mean, accuracy=accuracy)
-            for low, high, count, mean, accuracy in zip(*(one.tolist() for one in columns), strict=True)
-        )
-    matrix = by_group = None
+            for low, high, count, mean, accuracy in rows
+        ]
+    matrix = group_matrix = None
     if classes <= _WHOLE_MATRIX:
         matrix = pack_values(torch.from_numpy(confused.matrix(classes)).flatten())
     if groups:
-        of_groups = merge_superclasses(confused, dataset.number_superclasses())
-        by_group = pack_values(torch.from_numpy(of_groups.matrix(len(groups))).flatten())
+        group_confusion = merge_superclasses(confused, dataset.number_superclasses())
+        group_matrix = pack_values(torch.from_numpy(group_confusion.matrix(len(groups))).flatten())
     return replace(
         item_details(dataset, task=task, setting=setting, n=len(labels), right={"acc1": correct}),
-        superclass_names=tuple(map(_short, groups)),
-        superclass_matrix=by_group,
+        superclass_names=tuple(map(_shorten, groups)),
+        superclass_matrix=group_matrix,
         class_counts=tuple(total.tolist()),
         class_right=tuple(right.tolist()),
-        mistakes=tuple(one for one in confused.mistakes(MISTAKES) if one[1] >= 0),
+        mistakes=tuple(mistake for mistake in confused.mistakes(MISTAKES) if mistake[1] >= 0),
         matrix=matrix,
-        bins=bins,
+        bins=tuple(bars),
         labels=pack_values(labels),
         chosen_c=chosen_c,
     )
@@ -233,7 +235,7 @@ def retrieval_details(
         guesses = []
         for j in (*order[:GUESSES].tolist(), int(order[rank])):
             caption = " ".join(captions[j].split()) or "(empty)"
-            guesses.append(_guess(caption, float(row[j]), bool(is_true[j])))
+            guesses.append(_build_guess(caption, float(row[j]), bool(is_true[j])))
         best = guesses.pop()
         examples.append(
             Example(
@@ -248,7 +250,7 @@ def retrieval_details(
         item_details(dataset, task="retrieval", n=len(dataset), right=right, values=values),
         examples=tuple(examples),
         candidates=len(captions),
-        pictures=_thumbnails(dataset, chosen),
+        pictures=_draw_thumbnails(dataset, chosen),
     )
 
 
@@ -285,19 +287,19 @@ def captioning_details(
         right={"exact_match": torch.from_numpy(descriptions.exact)},
         values={name: torch.from_numpy(rows).flatten() for name, rows in values.items()},
     )
-    shown = []
+    examples = []
     for i in chosen:
-        captions = [_short(" ".join(caption.split())) for caption in dataset.captions[i][:GUESSES]]
-        shown.append(
+        captions = [_shorten(" ".join(caption.split())) for caption in dataset.captions[i][:GUESSES]]
+        examples.append(
             Description(
                 picture=str(i),
-                generated=_short(generated[i]),
+                generated=_shorten(generated[i]),
                 captions=tuple(captions),
                 exact=bool(descriptions.exact[i]),
                 cider=_round(float(descriptions.cider[i])),
             )
         )
-    return replace(details, descriptions=tuple(shown), pictures=_thumbnails(dataset, chosen))
+    return replace(details, descriptions=tuple(examples), pictures=_draw_thumbnails(dataset, chosen))
 
 
 def item_details(
@@ -329,10 +331,14 @@ def item_details(
         prompt_set=prompt_sets.get(task, ""),
         setting=setting,
         data_revision=dataset.revision,
-        class_names=tuple(map(_short, dataset.class_names)),
-        right={metric: pack_values(own) for metric, own in (right or {}).items()},
-        values={metric: pack_values(own) for metric, own in (values or {}).items()},
+        class_names=tuple(map(_shorten, dataset.class_names)),
+        right=_pack_all(right or {}),
+        values=_pack_all(values or {}),
     )
+
+
+def _pack_all(values: Mapping[str, Tensor]) -> dict[str, Packed]:
+    return {metric: pack_values(items) for metric, items in values.items()}
 
 
 def _choose_examples(right: Tensor, seed: int) -> list[int]:
@@ -340,8 +346,12 @@ def _choose_examples(right: Tensor, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     first = bool(torch.randint(2, (), generator=generator))
     order = torch.randperm(len(right), generator=generator)
-    one, other = (order[right.cpu()[order] == kind][:EXAMPLES].tolist() for kind in (first, not first))
-    return [number for pair in zip_longest(one, other) for number in pair if number is not None][:EXAMPLES]
+    starting = order[right.cpu()[order] == first].tolist()
+    following = order[right.cpu()[order] != first].tolist()
+    chosen: list[int] = []
+    for pair in zip_longest(starting[:EXAMPLES], following[:EXAMPLES]):
+        chosen += [i for i in pair if i is not None]
+    return chosen[:EXAMPLES]
 
 
 @torch.no_grad()
@@ -366,14 +376,15 @@ def take_snapshot(
     """
     if queries is not None and len(queries) > _MAX_QUERIES:
         raise DataError(f"{len(queries)} queries are too many for a snapshot: give at most {_MAX_QUERIES}")
-    dataset, features = subject.dataset, subject.images().projected  # (N, D)
+    dataset = subject.dataset
+    features = subject.images().projected  # (N, D)
     if len(features) == 0:
         raise DataError(f"dataset {dataset.name} has no images to take a snapshot of")
     if not bool(torch.isfinite(features).all()):
         raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
     pairs = _distinct_pairs(dataset, order)
-    labelled_queries = _queries(dataset, order, queries)
+    labelled_queries = _label_queries(dataset, order, queries)
     captions = subject.texts([text for _, text in pairs]).cpu()  # (M, D)
     query_features = subject.texts([text for text, _ in labelled_queries]).cpu()  # (Q, D)
     examples: list[Example] = []
@@ -382,16 +393,16 @@ def take_snapshot(
     # similarities are float32
     with torch.autocast("cpu", enabled=False):
         if dataset.class_names:
-            examples = _snapshot_examples(subject, features, order[:SNAPSHOT_EXAMPLES])
+            examples = _build_examples(subject, features, order[:SNAPSHOT_EXAMPLES])
         if pairs:
             cosines = features[[i for i, _ in pairs]] @ captions.T  # (M, M)
             matrix = Matrix(
                 pictures=tuple(str(i) for i, _ in pairs),
-                captions=tuple(_short(text) for _, text in pairs),
+                captions=tuple(_shorten(text) for _, text in pairs),
                 cosines=tuple(tuple(map(_round, row)) for row in cosines.tolist()),
             )
         if labelled_queries:
-            nearest = _nearest_images(dataset, labelled_queries, query_features @ features.T)
+            nearest = _find_nearest(dataset, labelled_queries, query_features @ features.T)
     shown = {example.picture for example in examples}
     for query in nearest:
         shown |= {hit.picture for hit in query.hits}
@@ -400,7 +411,7 @@ def take_snapshot(
     pictures = {}
     for name in sorted(shown, key=int):
         alt = _first_text(dataset, int(name)) or f"image {name}"
-        pictures[name] = _thumbnail(dataset, int(name), _short(alt))
+        pictures[name] = _draw_thumbnail(dataset, int(name), _shorten(alt))
     return Snapshot(
         step=step,
         dataset=dataset.name,
@@ -413,21 +424,23 @@ def take_snapshot(
     )
 
 
-def _snapshot_examples(subject: Subject, features: Tensor, images: Sequence[int]) -> list[Example]:
+def _build_examples(subject: Subject, features: Tensor, images: Sequence[int]) -> list[Example]:
     """Show the most likely classes of images of (N, D) features."""
-    names, labels = subject.dataset.class_names, subject.dataset.labels
+    names = subject.dataset.class_names
+    labels = subject.dataset.labels
     logits = subject.logit_scale * features[images] @ subject.class_weights().cpu()  # (E, C)
-    heats = _heats(subject, images)
+    heats = _draw_heatmaps(subject, images)
     examples = []
     for i, row in zip(images, logits.softmax(dim=1), strict=True):
         truth = None if labels is None else int(labels[i])
         # of equal probabilities the lower class comes first, as in the scores
         ranked = row.sort(descending=True, stable=True).indices.tolist()
+        guesses = [
+            _build_guess(names[label], float(row[label]), label == truth) for label in ranked[:GUESSES]
+        ]
         example = Example(
             picture=str(i),
-            guesses=tuple(
-                _guess(names[label], float(row[label]), label == truth) for label in ranked[:GUESSES]
-            ),
+            guesses=tuple(guesses),
             truth=None,
             rank=None,
             probability=None,
@@ -436,12 +449,12 @@ def _snapshot_examples(subject: Subject, features: Tensor, images: Sequence[int]
         if truth is not None:
             probability = _round(float(row[truth]))
             rank = 1 + ranked.index(truth)
-            example = replace(example, truth=_short(names[truth]), rank=rank, probability=probability)
+            example = replace(example, truth=_shorten(names[truth]), rank=rank, probability=probability)
         examples.append(example)
     return examples
 
 
-def _nearest_images(
+def _find_nearest(
     dataset: EvalDataset, queries: Sequence[tuple[str, int | None]], cosines: Tensor
 ) -> list[Query]:
     """Return the images nearest to each text and class, by (Q, N) cosines."""
@@ -453,16 +466,16 @@ def _nearest_images(
         for value, i in zip(values, images, strict=True):
             right = None if labels is None or label is None else int(labels[i]) == label
             hits.append(Hit(picture=str(i), cosine=_round(value), right=right))
-        nearest.append(Query(text=_short(text), hits=tuple(hits)))
+        nearest.append(Query(text=_shorten(text), hits=tuple(hits)))
     return nearest
 
 
-def _heats(subject: Subject, images: Sequence[int]) -> dict[int, Thumbnail]:
+def _draw_heatmaps(subject: Subject, images: Sequence[int]) -> dict[int, Thumbnail]:
     """Draw where in images the model sees their class; empty for towers without heatmaps."""
-
     from clipkit.inference import enlarged, overlay
 
-    dataset, model = subject.dataset, subject.encoder.model
+    dataset = subject.dataset
+    model = subject.encoder.model
     sharded = hasattr(model, "reshard")  # a single rank cannot run it
     if dataset.labels is None or sharded or subject.encoder.ranks.rank > 0:
         return {}
@@ -484,8 +497,8 @@ def _heats(subject: Subject, images: Sequence[int]) -> dict[int, Thumbnail]:
     thumbnails = {}
     for i, label, image, heat in zip(decoded, labels.tolist(), pixels, heats, strict=True):
         heat = (heat - heat.min()) / (heat.max() - heat.min()).clamp(min=1e-30)
-        title = f"where the model sees {_short(dataset.class_names[label])}"
-        thumbnails[i] = _encode(overlay(enlarged(image, _THUMBNAIL_SIZE), heat.numpy()), title)
+        title = f"where the model sees {_shorten(dataset.class_names[label])}"
+        thumbnails[i] = _encode_png(overlay(enlarged(image, _THUMBNAIL_SIZE), heat.numpy()), title)
     return thumbnails
 
 
@@ -495,12 +508,12 @@ def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, s
     classes: set[int] = set()
     texts: set[str] = set()
     labels = dataset.labels
-    for number in order:
-        label = None if labels is None else int(labels[number])
-        text = _first_text(dataset, number)
+    for i in order:
+        label = None if labels is None else int(labels[i])
+        text = _first_text(dataset, i)
         if text is None or text in texts or label in classes:
             continue
-        pairs.append((number, text))
+        pairs.append((i, text))
         texts.add(text)
         if label is not None:
             classes.add(label)
@@ -509,19 +522,20 @@ def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, s
     return pairs if labels is None else sorted(pairs, key=lambda pair: int(labels[pair[0]]))
 
 
-def _queries(
-    dataset: EvalDataset, order: list[int], given: Sequence[str] | None
+def _label_queries(
+    dataset: EvalDataset, order: list[int], queries: Sequence[str] | None
 ) -> list[tuple[str, int | None]]:
-    """Pair each query with its class, if it is a class name or a prompt of one."""
+    """Pair each query with its class, if it is a class name or a prompt of one; None chooses queries."""
     names = dataset.class_names
-    if given is not None:
-        known: dict[str, int] = {}
+    if queries is not None:
+        classes: dict[str, int] = {}
         for label, name in enumerate(names):
-            for text in (name, *(fill_template(template, name) for template in dataset.templates)):
-                known.setdefault(text, label)
-        return [(text, known.get(text)) for text in given]
+            classes.setdefault(name, label)
+            for template in dataset.templates:
+                classes.setdefault(fill_template(template, name), label)
+        return [(text, classes.get(text)) for text in queries]
     if not names:
-        texts = dict.fromkeys(_first_text(dataset, number) for number in order[:QUERIES])
+        texts = dict.fromkeys(_first_text(dataset, i) for i in order[:QUERIES])
         return [(text, None) for text in texts if text]
     present = list(range(len(names))) if dataset.labels is None else dataset.labels.unique().tolist()
     count = min(QUERIES, len(present))
@@ -529,51 +543,51 @@ def _queries(
     return [(fill_template(dataset.templates[0], names[label]), label) for label in chosen]
 
 
-def _first_text(dataset: EvalDataset, number: int) -> str | None:
+def _first_text(dataset: EvalDataset, i: int) -> str | None:
     """Return the first caption of an image, or else the prompt of its class."""
     if dataset.captions is not None:
-        return " ".join(dataset.captions[number][0].split())
+        return " ".join(dataset.captions[i][0].split())
     if dataset.labels is None or not dataset.class_names:
         return None
-    return fill_template(dataset.templates[0], dataset.class_names[int(dataset.labels[number])])
+    return fill_template(dataset.templates[0], dataset.class_names[int(dataset.labels[i])])
 
 
-def _thumbnails(dataset: EvalDataset, numbers: Sequence[int]) -> dict[str, Thumbnail]:
-    name = _short(dataset.name)
-    return {str(one): _thumbnail(dataset, one, f"image {one:,} of {name}") for one in numbers}
+def _draw_thumbnails(dataset: EvalDataset, images: Sequence[int]) -> dict[str, Thumbnail]:
+    name = _shorten(dataset.name)
+    return {str(i): _draw_thumbnail(dataset, i, f"image {i:,} of {name}") for i in images}
 
 
-def _thumbnail(dataset: EvalDataset, number: int, alt: str) -> Thumbnail:
+def _draw_thumbnail(dataset: EvalDataset, i: int, alt: str) -> Thumbnail:
     """Return a thumbnail, empty if the image can no longer be read or decoded."""
     from PIL import Image
 
     from clipkit.samples import decode_image
 
     try:
-        image = Image.fromarray(decode_image(dataset.images.read(number)))
+        image = Image.fromarray(decode_image(dataset.images.read(i)))
     except DataError:
         return Thumbnail(png="", alt=alt)
     image.thumbnail((_THUMBNAIL_SIZE, _THUMBNAIL_SIZE), Image.Resampling.LANCZOS)
-    return _encode(image, alt)
+    return _encode_png(image, alt)
 
 
-def _encode(image: "Image.Image", alt: str) -> Thumbnail:
+def _encode_png(image: "Image.Image", alt: str) -> Thumbnail:
     buffer = io.BytesIO()
     image.save(buffer, format="PNG", optimize=True)
     return Thumbnail(png=base64.b64encode(buffer.getvalue()).decode("ascii"), alt=alt)
 
 
-def _guess(label: str, probability: float, right: bool) -> Guess:
-    return Guess(label=_short(label), probability=_round(probability), right=right)
+def _build_guess(label: str, probability: float, right: bool) -> Guess:
+    return Guess(label=_shorten(label), probability=_round(probability), right=right)
 
 
 def _class_name(dataset: EvalDataset, label: int) -> str:
-    return _short(dataset.class_names[label]) or f"class {label}"
+    return _shorten(dataset.class_names[label]) or f"class {label}"
 
 
 def _round(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 1] + "…"
