@@ -41,7 +41,7 @@ from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
-from clipkit.inference.inputs import Stream
+from clipkit.inference.inputs import Stream, recorded_members
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
@@ -200,6 +200,7 @@ def run_classify(options: ClassifyOptions) -> int:
     done = failed = cut = 0
     with _open_writer(options.out, top) as writer:
         features = FeatureStream.from_options(options)
+        stream.recorded = recorded_members(features.model.origin)
         weights = zero_shot_classifier(features.model, labels, templates)
         if options.calibrate is not None:
             calibration = _calibrate_on_folder(options, features, labels, templates, weights)
@@ -238,8 +239,8 @@ def run_classify(options: ClassifyOptions) -> int:
                 bar.show(done + failed, failed)
     for line in features.lines(options):
         print(line, file=sys.stderr)
-    if stream.note:
-        print(stream.note, file=sys.stderr)
+    for note in stream.notes:
+        print(note, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if cut:
