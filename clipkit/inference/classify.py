@@ -77,7 +77,7 @@ class _Uncertain:
     """An image, ordered so that the most certain one is the least."""
 
     negative_margin: float
-    found: Classification = field(compare=False)
+    classification: Classification = field(compare=False)
 
 
 def classify_images(
@@ -259,9 +259,11 @@ def _write_review(out: Path, uncertain: Sequence[_Uncertain], labels: Sequence[s
 
     images = []
     for entry in sorted(uncertain, reverse=True):
-        hit = Hit(id="", similarity=0.0, path=entry.found.image, source=entry.found.source, metadata={})
-        if (image := embed_thumbnail(hit)) is not None:
-            images.append({"found": entry.found, "image": image})
+        image, source = entry.classification.image, entry.classification.source
+        hit = Hit(id="", similarity=0.0, path=image, source=source, metadata={})
+        thumbnail = embed_thumbnail(hit)
+        if thumbnail is not None:
+            images.append({"found": entry.classification, "image": thumbnail})
     page = TEMPLATES.get_template("review.html").render(
         title="Labels to review",
         lead="The least certain images first. Choose the right label where it is wrong, then save the corrections.",
@@ -392,10 +394,12 @@ def _calibrate_on_folder(
             file=sys.stderr,
         )
     counts = targets.sum(dim=0).tolist()
-    if few := [label for label, count in zip(labels, counts, strict=True) if count < LEAST]:
+    few = [label for label, count in zip(labels, counts, strict=True) if count < LEAST]
+    if few:
         which = f"{counted(len(few), 'label')} (such as {few[0]!r})"
         print(f"note: {which} with fewer than {LEAST} images: these share a threshold", file=sys.stderr)
-    if never := [label for label, least in zip(labels, calibration.thresholds, strict=True) if least > 1]:
+    never = [label for label, least in zip(labels, calibration.thresholds, strict=True) if least > 1]
+    if never:
         which = f"{counted(len(never), 'label')} (such as {never[0]!r})"
         why = "no threshold reaches the precision, so 2 is stored"
         print(f"note: {which} never accepted: {why}", file=sys.stderr)

@@ -301,7 +301,8 @@ def _encode_part(
     if key not in _here:
         _here.clear()
         features = FeatureStream.from_options(options)
-        if (weights := model_hash(features.model)) != manifest.weights:
+        weights = model_hash(features.model)
+        if weights != manifest.weights:
             raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({weights})")
         _here[key] = features
     features = _here[key]

@@ -187,7 +187,6 @@ class Stream:
         )
 
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
-        """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
         cache = self._options.cache
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD, were_counted=False)
