@@ -78,26 +78,26 @@ def load(
     """
     from clipkit.formats.load import open_source
 
-    for what, given, kinds in (("source", source, (str, PathLike)), ("name", name, (str,))):
-        if not isinstance(given, kinds):
-            wanted = "a string or a path" if PathLike in kinds else "a string"
-            raise TypeError(f"{what} must be {wanted}, not {type(given).__name__}")
+    if not isinstance(source, str | PathLike):
+        raise TypeError(f"source must be a string or a path, not {type(source).__name__}")
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, not {type(name).__name__}")
     if context_length == 1:
         raise ConfigError("context_length = 1 is invalid: expected at least 2, for the start and end tokens")
-    place = _device(device)
+    target = _resolve_device(device)
     if background is not None:
         color_of(background)  # fails before weights are read
     if pixel_range is not None:
         parse_pixel_range(pixel_range)
     path = str(source)
-    shown = path if len(path) <= _SHOWN else path[:_SHOWN] + "…"
+    shortened = path if len(path) <= _SHOWN else path[:_SHOWN] + "…"
     if "\0" in path:
-        raise CheckpointError(f"no model at {shown!r}: a path cannot contain NUL")
+        raise CheckpointError(f"no model at {shortened!r}: a path cannot contain NUL")
     try:
         Path(path).expanduser().exists()
     except (RuntimeError, OSError) as error:  # an unknown user, or a path that is too long
         cause = error.strerror if isinstance(error, OSError) else error
-        raise CheckpointError(f"no model at {shown}: {cause}") from error
+        raise CheckpointError(f"no model at {shortened}: {cause}") from error
     model = open_source(path, name=name, image_size=image_size, context_length=context_length)
     model.preprocess = model.preprocess.replace_decoding(
         background=background, upright=upright, pixel_range=pixel_range
@@ -113,20 +113,21 @@ def load(
                 "distillation token"
             )
         model.dim = dim
-    return model.to(place)
+    return model.to(target)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def _resolve_device(device: str | torch.device) -> torch.device:
     try:
-        place = select_device() if device == "auto" else torch.device(device)
-        if place.type == "meta":
+        target = select_device() if device == "auto" else torch.device(device)
+        if target.type == "meta":
             raise ConfigError("device = 'meta' stores no values: use cpu, cuda or cuda:1")
-        if place.type == "cuda" and (place.index or 0) >= (count := torch.cuda.device_count()):
+        count = torch.cuda.device_count()
+        if target.type == "cuda" and (target.index or 0) >= count:
             raise ConfigError(f"device = {str(device)!r}: this machine has {count} CUDA devices")
-        torch.empty(0, device=place)
+        torch.empty(0, device=target)
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(f"Unknown device {device!r}: use auto, cpu, cuda, cuda:1, mps or xpu") from error
-    return place
+    return target
 
 
 @torch.no_grad()  # not inference_mode: the features may be used in training
@@ -152,7 +153,7 @@ def encode_image(images: ImageLike | Sequence[ImageLike], model: CLIP, *, batch_
     _check_model(model)
     empty = torch.zeros(0, model.dim)
     with evaluation_mode(model):
-        features = [*run_parallel(model, model.encode_image, _pixels(images, model, batch_size))]
+        features = [*run_parallel(model, model.encode_image, _iterate_pixels(images, model, batch_size))]
         return torch.cat([empty, *(rows.float().cpu() for rows in features)])
 
 
@@ -190,13 +191,13 @@ def caption(
     """
     _check_model(model)
     check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
-    found: list[str] = []
-    for pixels in _pixels(images, model, batch_size):
-        rows = range(len(found), len(found) + len(pixels))
-        found += generate_captions(
+    captions: list[str] = []
+    for pixels in _iterate_pixels(images, model, batch_size):
+        rows = range(len(captions), len(captions) + len(pixels))
+        captions += generate_captions(
             model, pixels, beams=beams, top_p=top_p, prefix=prefix, length=length, seed=seed, rows=rows
         )
-    return found
+    return captions
 
 
 def explain(
@@ -227,16 +228,18 @@ def explain(
         TypeError: ``model`` is not a model.
     """
     texts = encode_text([prompts] if isinstance(prompts, str) else prompts, model)  # checks the model
-    found = [torch.zeros(0, len(texts), 1, 1)]
+    heatmaps = [torch.zeros(0, len(texts), 1, 1)]
     with evaluation_mode(model):
-        for pixels in _pixels(images, model, batch_size):
+        for pixels in _iterate_pixels(images, model, batch_size):
             heat = text_heatmaps(model, pixels, torch.as_tensor(texts).to(pixels.device)).cpu()
             heat = heat - heat.amin(dim=(2, 3), keepdim=True)
-            found.append(heat / heat.amax(dim=(2, 3), keepdim=True).clamp(min=1e-30))
-    return torch.cat(found[1:] or found)
+            heatmaps.append(heat / heat.amax(dim=(2, 3), keepdim=True).clamp(min=1e-30))
+    return torch.cat(heatmaps[1:] or heatmaps)
 
 
-def _pixels(images: ImageLike | Sequence[ImageLike], model: CLIP, batch_size: int) -> Iterator[Tensor]:
+def _iterate_pixels(
+    images: ImageLike | Sequence[ImageLike], model: CLIP, batch_size: int
+) -> Iterator[Tensor]:
     """Yield batches (B, 3, S, S) uint8 on the model's device, then warn about what preprocessing ignored."""
     check_batch_size(batch_size)
     many: Sequence[ImageLike]
@@ -248,9 +251,12 @@ def _pixels(images: ImageLike | Sequence[ImageLike], model: CLIP, batch_size: in
         many = [images]  # unknown types are reported when decoding
     counts = TraitCounts()
     for start in range(0, len(many), batch_size):
-        read = [pixels_and_traits(one, model.preprocess) for one in many[start : start + batch_size]]
-        counts.add(*(traits for _, traits in read))
-        yield torch.stack([pixels for pixels, _ in read]).to(model.logit_scale.device)
+        batch = []
+        for image in many[start : start + batch_size]:
+            pixels, traits = pixels_and_traits(image, model.preprocess)
+            batch.append(pixels)
+            counts.add(traits)
+        yield torch.stack(batch).to(model.logit_scale.device)
     for line in counts.lines(
         model.preprocess.decoding,
         background="background='white' in clipkit.load",

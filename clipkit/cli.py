@@ -227,7 +227,6 @@ class _StoreOnce(argparse.Action):
 
 
 def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, several: bool) -> None:
-    """Set the metavar and the parser of an option's values."""
     option = declared.metadata
     within = option["within"]
     assert within is not None or kind not in (int, float), f"{declared.name} takes any number"

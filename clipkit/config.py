@@ -1103,7 +1103,6 @@ def section_fields() -> dict[str, list[Field[Any]]]:
 
 
 def _collect_values(config: Config) -> dict[str, dict[str, Any]]:
-    """Return all values by section and name."""
     values = {}
     for name, entries in section_fields().items():
         section: Any = config
@@ -1122,7 +1121,6 @@ def _flatten_config(config: Config) -> dict[str, Any]:
 
 
 def _format_literal(value: Any) -> str:
-    """Return a value as TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
@@ -1134,7 +1132,6 @@ def _format_literal(value: Any) -> str:
 
 
 def _format_list(key: str, values: Sequence[Any]) -> str:
-    """Format a list for a command line."""
     return f"{key}='[{','.join(map(_format_literal, values))}]'"
 
 
@@ -1179,7 +1176,6 @@ def _apply_overrides(values: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _build_config(values: Mapping[str, Any]) -> Config:
-    """Convert the values of a TOML file."""
     kinds = section_kinds()
     hints = _get_hints(Config) | kinds
     del hints["objectives"]
@@ -1206,7 +1202,6 @@ def _convert_values(hints: Mapping[str, Any], values: Mapping[str, Any], prefix:
 
 
 def _suggest_setting(key: str) -> str:
-    """Return a hint for an unknown setting: the closest known one."""
     names = list(_flatten_config(Config()))
     name = key.rpartition(".")[2]
     for setting_name in names:
@@ -1219,7 +1214,6 @@ def _suggest_setting(key: str) -> str:
 
 
 def _convert(hint: Any, value: Any, key: str) -> Any:
-    """Convert a TOML value to the field's type."""
     if is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise ConfigError(

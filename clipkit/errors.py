@@ -58,15 +58,17 @@ _MAX_LISTED = 600  # characters of known names in a message
 _FIRST_NAMES = 12  # number of names listed if they would exceed _MAX_LISTED
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, candidates: Iterable[str]) -> str:
     """Return a hint for an unknown name: the closest known name, or else a list of the known names."""
-    names = sorted(known)
-    folded = {one.casefold(): one for one in names}
-    if close := get_close_matches(name.casefold(), folded, n=1):
+    names = sorted(candidates)
+    folded = {candidate.casefold(): candidate for candidate in names}
+    close = get_close_matches(name.casefold(), folded, n=1)
+    if close:
         return f"did you mean {folded[close[0]]!r}?"
-    shown = len(names) if len(", ".join(names)) <= _MAX_LISTED else _FIRST_NAMES
-    more = f" and {len(names) - shown:,} more" if shown < len(names) else ""
-    return f"known: {', '.join(names[:shown])}{more}"
+    if len(", ".join(names)) <= _MAX_LISTED:
+        return f"known: {', '.join(names)}"
+    first = names[:_FIRST_NAMES]
+    return f"known: {', '.join(first)} and {len(names) - len(first):,} more"
 
 
 @contextmanager

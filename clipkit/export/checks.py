@@ -102,7 +102,8 @@ def select_texts(model: CLIP) -> tuple[str, ...]:
 
 def normalize_pixels(pixels: Tensor, model: CLIP) -> Tensor:
     """Normalize pixels with the model's mean and standard deviation: (N, C, S, S) uint8 → float32."""
-    mean, std = (torch.tensor(one).view(-1, 1, 1) for one in (model.preprocess.mean, model.preprocess.std))
+    mean = torch.tensor(model.preprocess.mean).view(-1, 1, 1)
+    std = torch.tensor(model.preprocess.std).view(-1, 1, 1)
     return (pixels.float() / 255 - mean) / std
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -50,17 +51,20 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
         raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
     _check_alike(first, second)
     result_model = deepcopy(first) if into is None else into
-    weights, theirs, done = first.state_dict(), second.state_dict(), set[int]()
+    weights = first.state_dict()
+    theirs = second.state_dict()
+    done = set[int]()
     for name, result in result_model.state_dict().items():
-        weight, address = weights[name], result.data_ptr()
-        if address in done:  # two names of one tensor
+        weight = weights[name]
+        if result.data_ptr() in done:  # two names of one tensor
             continue
-        done.add(address)
+        done.add(result.data_ptr())
         if weight.is_floating_point():
             kind = torch.promote_types(weight.dtype, torch.float32)
             weight = torch.lerp(weight.to(kind), theirs[name].to(weight.device, kind), alpha)
         result.copy_(weight)
-    result_model.preprocess, result_model.tokenizer = second.preprocess, first.tokenizer
+    result_model.preprocess = second.preprocess
+    result_model.tokenizer = first.tokenizer
     result_model.origin = (
         f"{1 - alpha:g} of {first.origin or 'a model'} and {alpha:g} of {second.origin or 'another'}"
     )
@@ -74,12 +78,10 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
         if next(model.visual.parameters(), None) is None:
             raise ConfigError(f"{name} cannot be interpolated: use the model that it was made from")
     what = ""
-    before, after = (
-        replace(one.preprocess, background=None, upright=False, pixel_range="auto") for one in (first, second)
-    )
+    ignored: dict[str, Any] = {"background": None, "upright": False, "pixel_range": "auto"}
     if first.architecture != second.architecture:
         what = "architecture"
-    elif before != after:
+    elif replace(first.preprocess, **ignored) != replace(second.preprocess, **ignored):
         what = "image preprocessing"
     elif type(first.tokenizer) is not type(second.tokenizer):
         what = "tokenizer"
@@ -115,18 +117,16 @@ def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -
         if first is None:
             first = model
         _check_alike(first, model)
-        if other := sources_by_hash.get(digest := model_hash(model)):
+        digest = model_hash(model)
+        other = sources_by_hash.get(digest)
+        if other is not None:
             raise ConfigError(f"{other} and {source} are the same model: name each model once")
         sources_by_hash[digest] = source
         yield model
 
 
 def run_interpolate(options: InterpolateOptions) -> int:
-    """Run the command; return the exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command; return the exit status."""
     sources = [options.first, options.second, *options.more]
     if options.more and options.alpha:
         raise ConfigError("--alpha needs two models: the mean of more is written")

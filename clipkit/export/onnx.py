@@ -141,7 +141,6 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
 def _write_graph(
     encoder: nn.Module, example: Tensor, dynamic: dict[int, str], names: tuple[str, str], path: Path
 ) -> list[str]:
-    """Write one encoder as a graph; return the names of the files."""
     logger = logging.getLogger("onnxscript")
     level = logger.level
     logger.setLevel(logging.ERROR)  # hide messages about missed optimizations

@@ -40,9 +40,11 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
     """Write a model with float32 weights on the CPU; return the names of the files."""
     config = to_open_clip(model.architecture)
     names = store_tokenizer(model, folder)
-    if names and (given := config["text_cfg"].get("hf_tokenizer_name")):
+    name = config["text_cfg"].get("hf_tokenizer_name")
+    if names and name:
         # for a local folder, open_clip ignores this name and reads the tokenizer in the folder
-        name = folder.name if Path(given).exists() else given
+        if Path(name).exists():
+            name = folder.name
         config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
     preprocess = model.preprocess.to_dict()
     preprocess["size"] = preprocess.pop("image_size")

@@ -51,8 +51,8 @@ class _Backbone:
 def find_obstacle(model: CLIP) -> str:
     """Return why timm cannot represent this image tower, or ""."""
     vision = model.architecture.vision
-    if (own := vision.plain) is not None:
-        return "" if own.is_clips else f"timm has no image tower like this one ({vision.description})"
+    if vision.is_clips:
+        return ""
     if vision.timm_model() is None:
         return f"timm has no image tower like this one ({vision.description})"
     head = model.visual.get_submodule("head")
@@ -76,7 +76,8 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
     visual = {name.removeprefix("visual."): t for name, t in tensors.items() if name.startswith("visual.")}
     plain = model.architecture.vision.plain is not None
     backbone = _convert_plain_tower(model, visual) if plain else _convert_library_tower(model, visual)
-    known, preprocess = timm.get_pretrained_cfg(backbone.name), model.preprocess
+    published = timm.get_pretrained_cfg(backbone.name)
+    preprocess = model.preprocess
     size = preprocess.image_size
     config = {
         "architecture": backbone.name,
@@ -84,14 +85,14 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
         "model_args": backbone.arguments,
         "pretrained_cfg": {
             "input_size": [3, size, size],
-            "fixed_input_size": bool(known and known.fixed_input_size),
+            "fixed_input_size": bool(published and published.fixed_input_size),
             "interpolation": preprocess.interpolation,
             "crop_pct": 1.0,
             "crop_mode": _CROP_MODES[preprocess.resize_mode],
             "mean": list(preprocess.mean),
             "std": list(preprocess.std),
-            "first_conv": known.first_conv if known else None,
-            "classifier": known.classifier if known else None,
+            "first_conv": published.first_conv if published else None,
+            "classifier": published.classifier if published else None,
         },
     }
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -128,9 +129,9 @@ def _convert_plain_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone
         "head.weight": visual["proj"].T.contiguous(),  # (O, D)
         "head.bias": torch.zeros(model.architecture.embed_dim),
     }
-    for own, value in visual.items():
-        if own not in ("class_embedding", "positional_embedding", "proj"):
-            theirs = own
+    for name_in_clipkit, value in visual.items():
+        if name_in_clipkit not in ("class_embedding", "positional_embedding", "proj"):
+            theirs = name_in_clipkit
             for ours, timms in _NAMES:
                 theirs = theirs.replace(ours, timms)
             tensors[theirs] = value
@@ -152,16 +153,15 @@ def _convert_library_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbo
     )
     bias = visual.get("head.proj.bias", torch.zeros(backbone.classes))
     trunk = _build_backbone(backbone)
-    found: Any = trunk.get_classifier()  # type: ignore[operator]
-    layers = (
-        list(found) if isinstance(found, tuple | list) else [found]
-    )  # distilled models have two, averaged
+    classifier: Any = trunk.get_classifier()  # type: ignore[operator]
+    # distilled models have two, averaged
+    layers = list(classifier) if isinstance(classifier, tuple | list) else [classifier]
     if all(isinstance(layer, nn.Linear) and layer.bias is not None for layer in layers):
-        for place, module in trunk.named_modules():
+        for path, module in trunk.named_modules():
             if any(module is layer for layer in layers):
                 # copied, because safetensors does not support shared memory
-                tensors[f"{place}.weight"] = visual["head.proj.weight"].clone()
-                tensors[f"{place}.bias"] = bias.clone()
+                tensors[f"{path}.weight"] = visual["head.proj.weight"].clone()
+                tensors[f"{path}.bias"] = bias.clone()
     return backbone
 
 
@@ -169,10 +169,10 @@ def _build_backbone(backbone: _Backbone) -> nn.Module:
     import timm
 
     with torch.random.fork_rng(devices=[]):  # timm initializes weights
-        made: nn.Module = timm.create_model(
+        model: nn.Module = timm.create_model(
             backbone.name, pretrained=False, num_classes=backbone.classes, **backbone.arguments
         )
-    return made
+    return model
 
 
 @torch.no_grad()

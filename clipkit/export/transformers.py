@@ -77,9 +77,10 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
     if preprocess.resize_mode == "squash":
         processor["size"] = {"height": preprocess.image_size, "width": preprocess.image_size}
         processor["do_center_crop"] = False
-    if isinstance(own := model.tokenizer, TransformersTokenizer):
+    if isinstance(model.tokenizer, TransformersTokenizer):
         # text features are read at the end-of-text token, or at the largest token if there is none
-        library, end = own.load_library(), find_text_end(own)
+        library = model.tokenizer.load_library()
+        end = find_text_end(model.tokenizer)
         configs["config.json"]["text_config"].update(
             bos_token_id=library.bos_token_id,
             pad_token_id=library.pad_token_id,
@@ -152,8 +153,8 @@ def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
     from transformers import AutoProcessor, CLIPModel
 
     with _without_bars():
-        theirs, found = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
-    assert not any(found.values()), found  # transformers only warns about missing or unexpected names
+        theirs, problems = CLIPModel.from_pretrained(folder, local_files_only=True, output_loading_info=True)
+    assert not any(problems.values()), problems  # transformers only warns about missing or unexpected names
     processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
     inputs = processor(
         text=list(samples.texts),
@@ -170,7 +171,6 @@ def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
 
 @contextmanager
 def _without_bars() -> Iterator[None]:
-    """Hide transformers' progress bars."""
     from transformers.utils import logging
 
     enabled = logging.is_progress_bar_enabled()
@@ -204,7 +204,7 @@ def write_model_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Pat
     package = "sentence_transformers.base.modules"
     modules = [("", "transformer.Transformer"), ("1_Normalize", "normalize.Normalize")]
     features = {"text": "get_text_features", "image": "get_image_features"}
-    own: dict[str, Any] = {
+    configs: dict[str, Any] = {
         "modules.json": [
             {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
             for i, (path, kind) in enumerate(modules)
@@ -226,10 +226,10 @@ def write_model_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Pat
             "module_output_name": "sentence_embedding",
         },
     }
-    for name, content in own.items():
+    for name, content in configs.items():
         (folder / name).parent.mkdir(exist_ok=True)
         _write_json(folder / name, content)
-    return [*names, *own]
+    return [*names, *configs]
 
 
 def check_model_sentence(model: CLIP, folder: Path, samples: Samples) -> float:

@@ -167,7 +167,6 @@ def _check_apart(names: Sequence[str]) -> None:
 def _write_targets(
     model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path
 ) -> list[Exported]:
-    """Write the files of all targets, then load and check them with each library."""
     files = {name: EXPORTS[name].write(model, tensors, folder) for name in names}
     samples = draw_samples(model)
     for what, features in (("image", samples.image_features), ("text", samples.text_features)):
@@ -225,11 +224,7 @@ class _Earlier:
 
 
 def _earlier_export(out: Path, targets_to_write: Sequence[str], weights: str) -> _Earlier:
-    """Read the manifest of ``out``, if it exists.
-
-    Raises:
-        ConfigError: the folder contains other files, or exports of another model.
-    """
+    """Read the manifest of ``out``, if it exists; ConfigError if the folder contains anything else."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return _Earlier()
     try:
@@ -289,11 +284,7 @@ def _add_other_files(
 
 
 def run_export(options: ExportOptions) -> int:
-    """Run the command; return the exit status.
-
-    Raises:
-        ClipkitError: a user error.
-    """
+    """Run the command; return the exit status."""
     to: Sequence[str] = options.to
     if options.quantize:
         if "onnx" not in to:
@@ -348,7 +339,6 @@ def run_export(options: ExportOptions) -> int:
 
 
 def _list_files(manifest: Path) -> set[str]:
-    """Return the files of all targets in a manifest; none if it is not one."""
     try:
         targets = json.loads(manifest.read_text(encoding="utf-8"))["targets"]
         return {str(file) for record in targets.values() for file in record["files"]}

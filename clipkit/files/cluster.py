@@ -40,7 +40,7 @@ def ray_cluster(address: str, packages: Iterable[Path]) -> Iterator[Any]:
         host, _, port = address.rpartition("/")[2].rpartition(":")
         if host:  # ray.init waits forever for a server that does not exist, even after Ctrl-C
             socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
-        environment = {"py_modules": [str(one) for one in packages]}
+        environment = {"py_modules": [str(package) for package in packages]}
         ray.init(address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(f"--ray {address}: no Ray cluster ({str(error).partition(chr(10))[0]})") from error
@@ -94,9 +94,9 @@ def ray_tasks(
                 return result
             capacity()
 
-    for one in arguments:
+    for values in arguments:
         while len(pending) >= 2 * capacity():
             yield first()
-        pending.append(task.remote(*one))
+        pending.append(task.remote(*values))
     while pending:
         yield first()

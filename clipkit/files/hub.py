@@ -149,8 +149,8 @@ def _convert_push_errors(repository: str) -> Iterator[None]:
         while cause is not None and not isinstance(cause, client_error):
             cause = cause.__cause__  # an upload in another thread
         status = getattr(getattr(cause, "response", None), "status_code", None)
-        known = _REFUSALS.get(status, f"the hub answered with status {status}") if status else ""
-        why = known or f"the connection failed ({type(cause or error).__name__})"
+        refusal = _REFUSALS.get(status, f"the hub answered with status {status}") if status else ""
+        why = refusal or f"the connection failed ({type(cause or error).__name__})"
         raise ConfigError(
             f"cannot write {repository}: {why}; run the same command again to resume"
         ) from error
@@ -226,7 +226,6 @@ def _is_reachable(address: str) -> bool:
 
 @contextmanager
 def _silence_client() -> Iterator[None]:
-    """Suppress log messages of the hub client."""
     import logging
 
     logger = logging.getLogger("huggingface_hub")

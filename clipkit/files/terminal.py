@@ -73,8 +73,10 @@ def redact_secrets(text: str) -> str:
     """Apply ``shown`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
 
     def redact(match: re.Match[str]) -> str:
-        one = match[1]
-        return f'"{redact_url(one) if "://" in one or one.startswith("pipe:") else one}"'
+        text = match[1]
+        if "://" in text or text.startswith("pipe:"):
+            text = redact_url(text)
+        return f'"{text}"'
 
     return _QUOTED.sub(redact, text)
 
@@ -92,20 +94,22 @@ class CountProgress:
     """
 
     def __init__(self, what: str, *, total: int | None, shown: bool) -> None:
-        self._what, self._total, self._shown = what, total, shown
+        self._what = what
+        self._total = total
+        self._shown = shown
         self._began = self._last_line = time.monotonic()
         self._bar: RichProgress | None = None
         if shown and sys.stderr is not None and sys.stderr.isatty():
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            known = "/{task.total:,}" if total is not None else ""
+            of_total = "/{task.total:,}" if total is not None else ""
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(
                     bar_width=16
                 ),  # a line of the terminal's full width could not be erased after Ctrl-C
-                TextColumn("{task.completed:,}" + known),
+                TextColumn("{task.completed:,}" + of_total),
                 TextColumn("{task.fields[note]}"),
                 *((TimeRemainingColumn(compact=True),) if total is not None else ()),
                 console=Console(file=sys.stderr, highlight=False),

@@ -91,7 +91,7 @@ def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> s
                 sums = list(pool.map(sum_chunk, starts))
     finally:
         os.close(descriptor)
-    return f"{zlib.crc32(b''.join(one.to_bytes(4, 'little') for one in sums)):08x}"
+    return f"{zlib.crc32(b''.join(value.to_bytes(4, 'little') for value in sums)):08x}"
 
 
 LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
@@ -116,13 +116,15 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
         CheckpointError: the run has saved checkpoints, but they are missing, damaged or unreadable.
     """
     root = run / "checkpoints"
-    if (pointer := _read_pointer(root)) is not None:
+    pointer = _read_pointer(root)
+    if pointer is not None:
         named = root / pointer
         if named.parent == root and is_intact(named, needed):
             return named
     folders = step_folders(root)
-    if intact := next((folder for folder in folders if is_intact(folder, needed)), None):
-        return intact
+    for folder in folders:
+        if is_intact(folder, needed):
+            return folder
     advice = f"restore them; to train it again from the start, remove the folder {run}"
     if folders:
         raise CheckpointError(
@@ -150,7 +152,6 @@ def list_skipped(checkpoint: Path) -> list[str]:
 
 
 def _read_pointer(root: Path) -> str | None:
-    """Return the content of LATEST; None if it is missing."""
     try:
         return (root / LATEST).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -221,8 +222,10 @@ def is_intact(folder: Path, needed: Callable[[str], bool] | None = None) -> bool
     """Check that all files exist and those selected by ``needed`` (None: all) have the listed checksums."""
     if not is_complete(folder):
         return False
-    selected = {name: one for name, one in _read_listing(folder).items() if needed is None or needed(name)}
-    return all(_is_unchanged(folder / name, one) for name, one in selected.items())
+    for name, listed in _read_listing(folder).items():
+        if (needed is None or needed(name)) and not _is_unchanged(folder / name, listed):
+            return False
+    return True
 
 
 def format_listing(folder: Path) -> str:
@@ -241,11 +244,12 @@ def format_listing(folder: Path) -> str:
 def _read_listing(folder: Path) -> dict[str, tuple[int, str]]:
     """Read size and checksum ("" if missing) of each file from COMPLETE; empty if that is missing or damaged."""
     try:
-        listed = json.loads((folder / COMPLETE).read_text())
-        entries = {
-            name: (one, "") if isinstance(one, int) else (int(one["bytes"]), str(one["crc32"]))
-            for name, one in listed.items()
-        }
+        entries: dict[str, tuple[int, str]] = {}
+        for name, entry in json.loads((folder / COMPLETE).read_text()).items():
+            if isinstance(entry, int):
+                entries[name] = entry, ""
+            else:
+                entries[name] = int(entry["bytes"]), str(entry["crc32"])
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return {}
     return entries

@@ -274,7 +274,6 @@ def _is_onnx(path: Path) -> bool:
 
 
 def _read_published(source: str) -> StoredModel:
-    """Read published weights of open_clip's registry."""
     name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
     check_names(OPEN_CLIP + name, called="model")
     tags = published_tags(name)
@@ -351,11 +350,7 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
 
 
 def _find_sentence_model(folder: Path) -> Path:
-    """Return the folder of the model in a folder of sentence-transformers.
-
-    Raises:
-        CheckpointError: the folder has no CLIPModel, or its embeddings are computed by further modules.
-    """
+    """Return the folder of the model in a folder of sentence-transformers, which applies no further modules."""
     kind = f"{folder} is a folder of sentence-transformers"
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
@@ -515,7 +510,6 @@ def _stored_adapters(folder: Path) -> Adapters:
 
 
 def _parse_preprocess(settings: Mapping[str, Any], shape: Architecture, file: Path) -> Preprocess:
-    """Convert open_clip's settings of the preprocessing."""
     values: dict[str, Any] = {}
     for field in fields(Preprocess):
         if settings.get(field.name) is not None:
@@ -707,7 +701,6 @@ def _try_sizes(model: CLIP) -> None:
 
 @contextmanager
 def _prefix_errors(origin: object) -> Iterator[None]:
-    """Prefix errors about stored values with their origin."""
     try:
         yield
     except ClipkitError as error:

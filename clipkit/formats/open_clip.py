@@ -141,7 +141,8 @@ def find_architectures(tensors: Mapping[str, Tensor]) -> list[str]:
         if config["embed_dim"] == inferred.embed_dim and not config["text_cfg"].get("hf_model_name"):
             candidates[OPEN_CLIP + name] = from_open_clip(config)
     inferred_outline = outline(inferred)
-    if exact := [name for name, shape in candidates.items() if outline(shape) == inferred_outline]:
+    exact = [name for name, shape in candidates.items() if outline(shape) == inferred_outline]
+    if exact:
         return exact[:_MAX_SHOWN]
     names = []
     for name, shape in candidates.items():
@@ -160,13 +161,13 @@ def find_architectures(tensors: Mapping[str, Tensor]) -> list[str]:
 
 def find_newest_epoch(folder: Path) -> Path | None:
     """Find the newest checkpoint in a training folder or its ``checkpoints`` folder; None if there is none."""
-    for place in (folder / "checkpoints", folder):
-        epochs = {
-            int(match[1]): path
-            for path in place.glob("epoch_*.pt")
-            if (match := re.fullmatch(r"epoch_(\d+)\.pt", path.name))
-        }
-        latest = place / "epoch_latest.pt"
+    for checkpoints in (folder / "checkpoints", folder):
+        epochs: dict[int, Path] = {}
+        for path in checkpoints.glob("epoch_*.pt"):
+            match = re.fullmatch(r"epoch_(\d+)\.pt", path.name)
+            if match:
+                epochs[int(match[1])] = path
+        latest = checkpoints / "epoch_latest.pt"
         if latest.is_file():
             epoch = read_weights(latest).notes.get("epoch", 0) if epochs else 0
             if not epochs or (isinstance(epoch, int) and epoch > max(epochs)):
@@ -226,7 +227,9 @@ def read_training_record(file: Path) -> TrainingRecord:
     if not scheme:
         published = published_weights(name.removeprefix(OPEN_CLIP), tag) if isinstance(tag, str) else {}
         preprocess = {key: published.get(key) for key in _PREPROCESS}
-    preprocess |= {key: given for key in _PREPROCESS if (given := values.get(f"image_{key}")) is not None}
+    for key in _PREPROCESS:
+        if values.get(f"image_{key}") is not None:
+            preprocess[key] = values[f"image_{key}"]
     if values.get("force_quick_gelu") is True:
         shape = replace(shape, quick_gelu=True)
     elif tag == "openai" and not shape.quick_gelu:
@@ -256,7 +259,8 @@ def read_folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     """
     file = folder / "open_clip_config.json"
     config = read_json(file)
-    if not isinstance(model_config := config.get("model_cfg"), dict):
+    model_config = config.get("model_cfg")
+    if not isinstance(model_config, dict):
         raise CheckpointError(f"{file} has no model_cfg")
     preprocess = config.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
@@ -270,7 +274,8 @@ def find_common_preprocess(name: str) -> tuple[dict[str, Any], str]:
     If they differ or there are none, the settings are CLIP's, and the second value says so; otherwise it is "".
     """
     registered = name.removeprefix(OPEN_CLIP)
-    if not (tags := published_tags(registered)):
+    tags = published_tags(registered)
+    if not tags:
         registered = registered.removesuffix(QUICKGELU)
         tags = published_tags(registered)
     clips = Preprocess(image_size=1)

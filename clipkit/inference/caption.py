@@ -25,7 +25,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import lock_output, replacing
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.inputs import Item, Stream
+from clipkit.inference.inputs import Item, Stream, recorded_members
 from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream
 from clipkit.model.generate import check_generation, generate_captions
 from clipkit.options import CaptionOptions
@@ -89,6 +89,7 @@ def run_caption(options: CaptionOptions) -> int:
     if out is not None and out.exists() and not _partial(out).exists():
         raise ConfigError(f"--out {out} is complete already: name another file, or remove it first")
     features = FeatureStream.from_options(options)
+    stream.recorded = recorded_members(features.model.origin)
     check_generation(features.model, **{name: value for name, value in generation.items() if name != "seed"})
     if out is None:
         done, failed = _print_table(caption_images(stream, features, **generation))
@@ -99,8 +100,8 @@ def run_caption(options: CaptionOptions) -> int:
             raise DataError(f"cannot write {out}: {error.strerror or error}") from error
     for line in features.lines(options):
         print(line, file=sys.stderr)
-    if stream.note:
-        print(stream.note, file=sys.stderr)
+    for note in stream.notes:
+        print(note, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if out is not None:

@@ -41,7 +41,7 @@ from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
-from clipkit.inference.inputs import Stream
+from clipkit.inference.inputs import Stream, recorded_members
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.model.clip import CLIP
 from clipkit.model.zero_shot import DEFAULT_TEMPLATES, fill_template, zero_shot_classifier
@@ -77,7 +77,7 @@ class _Uncertain:
     """An image, ordered so that the most certain one is the least."""
 
     negative_margin: float
-    found: Classification = field(compare=False)
+    classification: Classification = field(compare=False)
 
 
 def classify_images(
@@ -200,6 +200,7 @@ def run_classify(options: ClassifyOptions) -> int:
     done = failed = cut = 0
     with _open_writer(options.out, top) as writer:
         features = FeatureStream.from_options(options)
+        stream.recorded = recorded_members(features.model.origin)
         weights = zero_shot_classifier(features.model, labels, templates)
         if options.calibrate is not None:
             calibration = _calibrate_on_folder(options, features, labels, templates, weights)
@@ -238,8 +239,8 @@ def run_classify(options: ClassifyOptions) -> int:
                 bar.show(done + failed, failed)
     for line in features.lines(options):
         print(line, file=sys.stderr)
-    if stream.note:
-        print(stream.note, file=sys.stderr)
+    for note in stream.notes:
+        print(note, file=sys.stderr)
     if failed:
         print(f"{failed:,} of {counted(done + failed, 'image')} failed", file=sys.stderr)
     if cut:
@@ -258,9 +259,11 @@ def _write_review(out: Path, uncertain: Sequence[_Uncertain], labels: Sequence[s
 
     images = []
     for entry in sorted(uncertain, reverse=True):
-        hit = Hit(id="", similarity=0.0, path=entry.found.image, source=entry.found.source, metadata={})
-        if (image := embed_thumbnail(hit)) is not None:
-            images.append({"found": entry.found, "image": image})
+        image, source = entry.classification.image, entry.classification.source
+        hit = Hit(id="", similarity=0.0, path=image, source=source, metadata={})
+        thumbnail = embed_thumbnail(hit)
+        if thumbnail is not None:
+            images.append({"found": entry.classification, "image": thumbnail})
     page = TEMPLATES.get_template("review.html").render(
         title="Labels to review",
         lead="The least certain images first. Choose the right label where it is wrong, then save the corrections.",
@@ -391,10 +394,12 @@ def _calibrate_on_folder(
             file=sys.stderr,
         )
     counts = targets.sum(dim=0).tolist()
-    if few := [label for label, count in zip(labels, counts, strict=True) if count < LEAST]:
+    few = [label for label, count in zip(labels, counts, strict=True) if count < LEAST]
+    if few:
         which = f"{counted(len(few), 'label')} (such as {few[0]!r})"
         print(f"note: {which} with fewer than {LEAST} images: these share a threshold", file=sys.stderr)
-    if never := [label for label, least in zip(labels, calibration.thresholds, strict=True) if least > 1]:
+    never = [label for label, least in zip(labels, calibration.thresholds, strict=True) if least > 1]
+    if never:
         which = f"{counted(len(never), 'label')} (such as {never[0]!r})"
         why = "no threshold reaches the precision, so 2 is stored"
         print(f"note: {which} never accepted: {why}", file=sys.stderr)

@@ -44,7 +44,7 @@ from clipkit.inference.folder import (
     Totals,
     only_writer,
 )
-from clipkit.inference.inputs import Item, Sample, Stream
+from clipkit.inference.inputs import Item, Sample, Stream, recorded_members
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
 from clipkit.options import EncodeOptions
@@ -301,7 +301,8 @@ def _encode_part(
     if key not in _here:
         _here.clear()
         features = FeatureStream.from_options(options)
-        if (weights := model_hash(features.model)) != manifest.weights:
+        weights = model_hash(features.model)
+        if weights != manifest.weights:
             raise DataError(f"{options.model} on the node {os.uname().nodename} is another model ({weights})")
         _here[key] = features
     features = _here[key]
@@ -399,6 +400,7 @@ def run_encode(options: EncodeOptions) -> int:
         cache_gb=options.cache_gb,
     )
     features = FeatureStream.from_options(options)
+    stream.recorded = recorded_members(features.model.origin)
     try:
         encoded = encode(
             stream,
@@ -416,8 +418,8 @@ def run_encode(options: EncodeOptions) -> int:
         raise DataError(f"cannot write {options.out}: {error.strerror or error}") from error
     who = f"process {process + 1} of {processes}: " if processes > 1 else ""
     _report(encoded, options, who)
-    if stream.note:
-        print(f"{who}{stream.note}")
+    for note in stream.notes:
+        print(f"{who}{note}")
     for line in features.lines(options):
         print(f"{who}{line}", file=sys.stderr)
     return 1 if encoded.totals and not encoded.totals.rows else 0

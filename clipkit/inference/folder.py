@@ -459,7 +459,8 @@ class EmbeddingFolder:
                 temporary.replace(path)
             sync_to_disk(self.out)
         stored = self._stored()
-        if differing := _difference(stored, manifest):
+        differing = _difference(stored, manifest)
+        if differing:
             raise ConfigError(
                 f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or "
                 "use another --out"

@@ -12,6 +12,7 @@ import os
 import shutil
 import sys
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -85,6 +86,8 @@ class Stream:
         cache_gb: size of the cache of remote files.
 
     Attributes:
+        recorded: member with images, and members and fields with captions, of the model's training. They are used
+            for shards that have them, if no others are given.
         repeated: number of rows of tables whose image is that of an earlier row.
     """
 
@@ -99,7 +102,10 @@ class Stream:
     ) -> None:
         self.kind: Kind = kind
         self.repeated = 0
-        self._image, self._captions = image, tuple(captions)
+        self.recorded: tuple[str, tuple[str, ...]] = ("", ())
+        self._recorded_names: dict[str, None] = {}  # that were used
+        self._image = image
+        self._captions = tuple(captions)
         self._options = OpenOptions(
             cache=shard_cache(sources, cache_gb),
             image_column=image or None,
@@ -121,12 +127,15 @@ class Stream:
             self._parts += [(source, self._open(part, source)) for part in formats]
 
     @property
-    def note(self) -> str:
-        """What to print about rows with the same image; "" if there are none."""
-        if not self.repeated:
-            return ""
-        rows = "row has" if self.repeated == 1 else "rows have"
-        return f"{self.repeated:,} {rows} the image of an earlier row: each image is read once"
+    def notes(self) -> list[str]:
+        """What to print about names of members that were not given, and rows with the same image."""
+        notes = []
+        if self._recorded_names:
+            notes.append(f"read from {' and '.join(self._recorded_names)}, as in the model's training")
+        if self.repeated:
+            rows = "row has" if self.repeated == 1 else "rows have"
+            notes.append(f"{self.repeated:,} {rows} the image of an earlier row: each image is read once")
+        return notes
 
     def __iter__(self) -> Iterator[Item]:
         empty = {source for source, _ in self._parts}
@@ -178,28 +187,28 @@ class Stream:
         )
 
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
-        """Yield the samples of shards or Parquet files, and an item for each fault of a file."""
         cache = self._options.cache
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD, were_counted=False)
+        names = None  # of members, once there is a sample
         for part in parts:
             file = part.files[0]
             source = readable(file.shown)
-            stamp = f"{file.size} {file.version}"
-            if self._image or self._captions:
-                stamp = f"{stamp} {self._image} {self._captions}"
             try:
                 samples = FORMATS[part.format].open(part, self._options)
             except DataError as error:
                 yield Item(source=source, key="", cause=str(error))
                 continue
-            if part is parts[0]:
+            if names is None and len(samples):
                 _check_names(samples, source, self._image, self._captions)
+                names = self._select_names(samples)
+            image, captions = names or (self._image, self._captions)
+            stamp = f"{file.size} {file.version}"
+            if image or captions:
+                stamp = f"{stamp} {image} {captions}"
             for i in range(len(samples)):
-                sample = Sample(samples=samples, i=i, image=self._image, captions=self._captions)
-                has_caption = bool(samples.caption_column) or _may_have_caption(
-                    samples.members(i), self._captions
-                )
+                sample = Sample(samples=samples, i=i, image=image, captions=captions)
+                has_caption = bool(samples.caption_column) or _may_have_caption(samples.members(i), captions)
                 yield Item(
                     source=readable(samples.locate(i)[0]),
                     key=readable(samples.key(i)),
@@ -209,6 +218,20 @@ class Stream:
                 )
             for fault in samples.faults:
                 yield Item(source=source, key="", cause=fault)
+
+    def _select_names(self, samples: Samples) -> tuple[str, tuple[str, ...]]:
+        """Return the names to read: the given ones, or else those of the model's training that samples have."""
+        image, captions = self.recorded
+        has_image, has_caption, _ = _find_names(samples, image, captions)
+        if self._image or not has_image:
+            image = self._image
+        elif image and self.kind == "image":
+            self._recorded_names[image] = None
+        if self._captions or not has_caption:
+            captions = self._captions
+        elif self.kind == "caption":
+            self._recorded_names |= dict.fromkeys(captions)
+        return image, captions
 
     def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
         stamp = ""
@@ -236,14 +259,35 @@ class Stream:
                 yield Item(source=source, key=key, caption=caption)
 
 
+def recorded_members(origin: str) -> tuple[str, tuple[str, ...]]:
+    """Return ``data.image`` and ``data.captions`` of a model's training by its origin; "" and () if unknown."""
+    checkpoint = origin.removeprefix("clipkit checkpoint ")
+    try:
+        config = tomllib.loads((Path(checkpoint) / "config.toml").read_text(encoding="utf-8"))["data"]
+        image = str(config["image"]).lower()
+        captions = tuple(map(str, config["captions"]))
+    except (OSError, ValueError, KeyError, TypeError):  # not a checkpoint, or one of an earlier version
+        return "", ()
+    return image, () if captions == ("txt",) else captions
+
+
 def _check_names(samples: Samples, source: str, image: str, captions: Sequence[str]) -> None:
     """Raise DataError if none of the first samples has the image, or one of the captions."""
+    has_image, has_caption, names = _find_names(samples, image, captions)
+    if not has_image:
+        raise DataError(f"{source} has no image {image!r} ({nearest(image, names)})")
+    if not has_caption:
+        raise DataError(f"{source} has no caption {', '.join(captions)!r} ({nearest(captions[0], names)})")
+
+
+def _find_names(samples: Samples, image: str, captions: Sequence[str]) -> tuple[bool, bool, dict[str, None]]:
+    """Return whether one of the first samples has the image, and one of the captions, and the names of members."""
     names: dict[str, None] = {}
-    has_image = not image or not len(samples)
-    has_caption = not captions or not len(samples)
+    has_image = not image
+    has_caption = not captions
     for i in range(min(_EXAMINED, len(samples))):
         if has_image and has_caption:
-            return
+            break
         members = samples.members(i)
         has_image = has_image or image.partition("[")[0] in members
         has_caption = has_caption or any(name.lower() in members for name in captions)
@@ -253,10 +297,7 @@ def _check_names(samples: Samples, source: str, image: str, captions: Sequence[s
                 fields = samples.fields(i)
                 names |= dict.fromkeys(fields)
                 has_caption = any(name in fields or value_at(fields, name) is not None for name in captions)
-    if not has_image:
-        raise DataError(f"{source} has no image {image!r} ({nearest(image, names)})")
-    if not has_caption:
-        raise DataError(f"{source} has no caption {', '.join(captions)!r} ({nearest(captions[0], names)})")
+    return has_image, has_caption, names
 
 
 def _may_have_caption(members: Sequence[str], names: Sequence[str]) -> bool:

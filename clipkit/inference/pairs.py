@@ -74,11 +74,11 @@ class PairEncoder:
                 if isinstance(outcome, Failure):
                     causes[int(outcome.item.key)] = outcome.cause
                     continue
-                places = [int(item.key) for item in outcome.items]
-                rows[row, places] = outcome.rows
+                indices = [int(item.key) for item in outcome.items]
+                rows[row, indices] = outcome.rows
                 if outcome.thumbnails is not None:
-                    images["embedding"][places] = outcome.rows
-                    images["thumbnail"][places] = outcome.thumbnails
+                    images["embedding"][indices] = outcome.rows
+                    images["thumbnail"][indices] = outcome.thumbnails
         return PairFeatures(images=images, scores=(rows[0] * rows[1]).sum(-1), causes=causes)
 
     def notes(self) -> list[str]:

@@ -407,7 +407,7 @@ class Embeddings:
             ranked = self._from_index(index[1], parts, query, k)
         if ranked is None:
             ranked = self._compare_rows(dict(enumerate(parts)), masks, query, k)
-        return [self._hit(parts[place], row, -score) for score, place, row in sorted(ranked)[:k]]
+        return [self._hit(parts[part_index], row, -score) for score, part_index, row in sorted(ranked)[:k]]
 
     def _from_index(
         self, index: ApproximateIndex, parts: Sequence[_Part], query: Tensor, k: int
@@ -415,11 +415,11 @@ class Embeddings:
         """Rank the candidates of the index, and the rows that it lacks; None if it has too few candidates.
 
         Returns:
-            Negative similarity, place among the parts, and row.
+            Negative similarity, index of the part, and row.
         """
         covered = {
-            part.number: place
-            for place, part in enumerate(parts)
+            part.number: part_index
+            for part_index, part in enumerate(parts)
             if index.covers.get(part.number) == part.stamp
         }
         near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
@@ -429,23 +429,23 @@ class Embeddings:
                 scores = (parts[covered[number]].floats(rows) @ query).tolist()
                 indices = [covered[number]] * len(rows)
                 ranked += zip([-score for score in scores], indices, rows.tolist(), strict=True)
-        if len(ranked) < min(k, sum(len(parts[place].rows) for place in covered.values())):
+        if len(ranked) < min(k, sum(len(parts[part_index].rows) for part_index in covered.values())):
             return None
         indexed = {*covered.values()}
-        rest = {place: part for place, part in enumerate(parts) if place not in indexed}
+        rest = {part_index: part for part_index, part in enumerate(parts) if part_index not in indexed}
         return ranked + self._compare_rows(rest, [None] * len(parts), query, k) if rest else ranked
 
     @staticmethod
     def _compare_rows(
         parts: Mapping[int, _Part], masks: Sequence[Tensor | None], query: Tensor, k: int
     ) -> list[tuple[float, int, int]]:
-        """Compare all rows of parts, given by their places, that pass the masks; see ``_from_index``."""
+        """Compare all rows of parts, given by their indices, that pass the masks; see ``_from_index``."""
         half = query.half()
         # |q · x - half(q) · x| ≤ |q - half(q)|, as |x| is 1 up to rounding, plus the rounding of the product
         error = float((query - half.float()).norm()) + _ROUNDING
         coarse = []
-        for place, part in parts.items():
-            mask = masks[place]
+        for part_index, part in parts.items():
+            mask = masks[part_index]
             scores = part.screened(query, half).nan_to_num_(nan=-torch.inf)
             coarse.append(scores if mask is None else scores.masked_fill(~mask, -torch.inf))
         every = torch.cat(coarse)
@@ -454,12 +454,12 @@ class Embeddings:
             return []
         least = float(every.topk(k).values[-1]) - 2 * error
         ranked: list[tuple[float, int, int]] = []
-        for (place, part), scores in zip(parts.items(), coarse, strict=True):
+        for (part_index, part), scores in zip(parts.items(), coarse, strict=True):
             for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
                 if len(rows):
                     exact = (part.floats(rows.numpy()) @ query).tolist()
                     ranked += zip(
-                        [-score for score in exact], [place] * len(rows), rows.tolist(), strict=True
+                        [-score for score in exact], [part_index] * len(rows), rows.tolist(), strict=True
                     )
         return ranked
 

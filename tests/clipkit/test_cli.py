@@ -18,7 +18,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.__main__ import dispatch
-from clipkit.config import Config, OptimConfig
+from clipkit.config import Config, DataConfig, OptimConfig
 from clipkit.errors import ConfigError, DataError, run_command
 from clipkit.files import terminal
 from clipkit.inference.classify import Classification, classify_images, labels_of, templates_of
@@ -29,6 +29,7 @@ from clipkit.options import COMMANDS
 from clipkit.samples.table import Table
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
+from tests.data.published_tars import write_published
 
 NEEDED = {
     "encode": ["x", "--model", "m", "--out", "o"],
@@ -154,6 +155,21 @@ def test_encode_reports_existing_embeddings(
         "4 embeddings of dimension 128 in 2 files in out/img_emb",
     ]
     assert not Path("out/failures.jsonl").exists()
+
+
+def test_encode_reads_the_member_that_the_model_was_trained_on(
+    model: CLIP, photos: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config(data=DataConfig(image="img_content", captions=("caption",)))
+    optimizer = adamw(model, OptimConfig())
+    save_checkpoint(Path("run"), model, optimizer, LoopState(step=0, data=""), config, keep=1)
+    write_published("rs5m", Path("shards/0.tar"), 3)
+    command = ["encode", "shards", "--model", "run"]
+    for out, options, name in (("images", [], "img_content"), ("texts", ["--text"], "caption")):
+        assert dispatch([*command, "--out", out, *options]) == 0
+        said = capsys.readouterr()
+        assert f"\nread from {name}, as in the model's training\n" in said.out and "failed" not in said.out
+    assert dispatch([*command, "--out", "other", "--image", "img_name"]) == 1
 
 
 def test_encode_counts_empty_lines(

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from clipkit.config import Config, DataConfig, to_toml
 from clipkit.errors import DataError
 from clipkit.inference.inputs import (
     MAX_LINE,
@@ -24,6 +25,7 @@ from clipkit.inference.inputs import (
     read_caption,
     read_image,
     readable,
+    recorded_members,
 )
 from clipkit.samples import find_split
 from clipkit.samples.folders import MAX_BYTES
@@ -453,11 +455,11 @@ def test_image_in_several_rows_is_read_once(tmp_path: Path) -> None:
         (None, None, "no path"),
     ]
     assert stream.repeated == 2
-    assert stream.note == "2 rows have the image of an earlier row: each image is read once"
+    assert stream.notes == ["2 rows have the image of an earlier row: each image is read once"]
     assert len(list(stream)) == 3 and stream.repeated == 2  # again
     texts = Stream([str(table)], kind="caption")
     assert [item.caption for item in texts] == ["first", "second", "third", "fourth", "fifth"]
-    assert texts.note == ""
+    assert texts.notes == []
 
 
 def write_parquet(path: Path, columns: dict[str, Any]) -> Path:
@@ -541,3 +543,42 @@ def test_names_that_no_sample_has_are_one_error(tmp_path: Path, kind: str, optio
     options: dict[str, Any] = {option: {"image": "jpeg", "captions": ["tx"]}[option]}
     with pytest.raises(DataError, match=r"has no .*(jpg|txt)"):
         list(Stream([str(path)], **options))
+
+
+def test_members_of_the_training_are_read_where_samples_have_them(tmp_path: Path) -> None:
+    config = Config(data=DataConfig(image="Mask", captions=("names.de", "sci.txt")))
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    recorded = recorded_members(f"clipkit checkpoint {tmp_path}")
+    assert recorded == ("mask", ("names.de", "sci.txt"))
+    assert recorded_members("ViT-B-32") == ("", ())
+    trained = write_tar(
+        tmp_path / "0.tar", [("1.png", b"other"), ("1.mask", b"image"), ("1.sci.txt", b"felis")]
+    )
+    others = write_tar(tmp_path / "1.tar", [("1.png", b"other"), ("1.txt", b"cat")])
+    (tmp_path / "shards").mkdir()
+    write_tar(tmp_path / "shards" / "0.tar", [])
+    (tmp_path / "shards" / "1.tar").symlink_to(others)
+    kinds: tuple[Kind, ...] = ("image", "caption")
+    for kind in kinds:
+        stream = Stream([str(trained), str(others)], kind=kind)
+        stream.recorded = recorded
+        items = list(stream)
+        assert [(read_image(item), read_caption(item)) for item in items] == [
+            (b"image", "felis"),
+            (b"other", "cat"),
+        ]
+        empty_first = Stream([str(tmp_path / "shards" / "{0..1}.tar")], kind=kind)
+        empty_first.recorded = recorded
+        assert [read_caption(item) for item in empty_first] == ["cat"] and not empty_first.notes
+        names = "mask" if kind == "image" else "names.de and sci.txt"
+        assert stream.notes == [f"read from {names}, as in the model's training"]
+        given = Stream([str(trained)], kind=kind, image="png", captions=["sci.txt"])
+        before = [item.stamp for item in given]
+        given.recorded = recorded
+        assert [item.stamp for item in given] == before and not given.notes
+        assert [read_image(item) for item in given] == [b"other"]
+
+
+def test_default_captions_of_the_training_are_guessed(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").write_text(to_toml(Config()))
+    assert recorded_members(f"clipkit checkpoint {tmp_path}") == ("", ())
