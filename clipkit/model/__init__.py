@@ -7,7 +7,6 @@ from clipkit.model.architectures import (
     BagOfWords,
     ClassTable,
     ImageArchitecture,
-    PixelTower,
     TextArchitecture,
     TextTower,
     VisionTower,
@@ -22,7 +21,7 @@ from clipkit.model.attention import (
 )
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import keep_memory, open_core_pool, run_parallel
-from clipkit.model.generate import caption_likelihoods, check_generation, generate_captions
+from clipkit.model.generate import caption_likelihoods, generate_captions
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.model.measure import architecture_gflops, image_gflops
 from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, create_architecture
@@ -49,9 +48,9 @@ from clipkit.model.zero_shot import (
 __all__ = [
     "ARCHITECTURES", "CLIP", "CONTEXT_LENGTH", "END_OF_TEXT", "IMAGE_TOWERS", "MAX_CHARACTERS", "QUICKGELU",
     "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
-    "ImageArchitecture", "OpenClipText", "OpenClipVision", "PixelTower", "Preprocess", "TextArchitecture",
+    "ImageArchitecture", "OpenClipText", "OpenClipVision", "Preprocess", "TextArchitecture",
     "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
-    "attention_blocks", "attention_maps", "caption_likelihoods", "check_generation", "create_architecture",
+    "attention_blocks", "attention_maps", "caption_likelihoods",  "create_architecture",
     "create_tokenizer", "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode",
     "fill_template", "find_indistinguishable_classes", "generate_captions", "image_gflops",
     "image_representations", "keep_memory", "layer_count", "number_texts", "open_core_pool", "patch_grid",
