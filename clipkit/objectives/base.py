@@ -211,7 +211,7 @@ class Term(Section):
     allows_classes: ClassVar[bool] = False
 
     @property
-    def averages(self) -> bool:
+    def uses_average(self) -> bool:
         """Whether ``inputs`` calls ``teach``."""
         return False
 
