@@ -18,11 +18,11 @@ from clipkit import CLIP
 from clipkit.errors import ConfigError
 from clipkit.model import (
     attention_blocks,
-    attention_maps,
     encode_all_tokens,
     evaluation_mode,
     patch_grid,
     reads_class_token,
+    watch_attention,
 )
 
 FILTERS = 28  # as in figure 7 of Dosovitskiy et al. 2021
@@ -70,7 +70,7 @@ def analyze_tower(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
         sums, count = None, 0
         for part in images.split(_images_at_a_time(model, images)):
             own: list[Tensor] = []
-            with attention_maps(model, lambda _, weights, own=own: own.append(weights)):  # type: ignore[misc]
+            with watch_attention(model, lambda _, weights, own=own: own.append(weights)):  # type: ignore[misc]
                 encode_all_tokens(model, part)
             if not own or own[0].shape[0] != len(part) or own[0].shape[-1] != own[0].shape[-2]:
                 return found  # attention within windows

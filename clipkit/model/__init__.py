@@ -7,22 +7,21 @@ from clipkit.model.architectures import (
     BagOfWords,
     ClassTable,
     ImageArchitecture,
-    PixelTower,
     TextArchitecture,
     TextTower,
     VisionTower,
 )
 from clipkit.model.attention import (
     attention_blocks,
-    attention_maps,
     encode_all_tokens,
     patch_grid,
     reads_class_token,
     text_heatmaps,
+    watch_attention,
 )
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import keep_memory, open_core_pool, run_parallel
-from clipkit.model.generate import caption_likelihoods, check_generation, generate_captions
+from clipkit.model.generate import caption_likelihoods, generate_captions
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.model.measure import architecture_gflops, image_gflops
 from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, create_architecture
@@ -49,11 +48,11 @@ from clipkit.model.zero_shot import (
 __all__ = [
     "ARCHITECTURES", "CLIP", "CONTEXT_LENGTH", "END_OF_TEXT", "IMAGE_TOWERS", "MAX_CHARACTERS", "QUICKGELU",
     "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
-    "ImageArchitecture", "OpenClipText", "OpenClipVision", "PixelTower", "Preprocess", "TextArchitecture",
-    "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
-    "attention_blocks", "attention_maps", "caption_likelihoods", "check_generation", "create_architecture",
-    "create_tokenizer", "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode",
-    "fill_template", "find_indistinguishable_classes", "generate_captions", "image_gflops",
-    "image_representations", "keep_memory", "layer_count", "number_texts", "open_core_pool", "patch_grid",
-    "pixels_and_traits", "reads_class_token", "run_parallel", "text_heatmaps", "tokenize",
+    "ImageArchitecture", "OpenClipText", "OpenClipVision", "Preprocess", "TextArchitecture", "TextTower",
+    "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
+    "attention_blocks", "caption_likelihoods", "create_architecture", "create_tokenizer", "encode_all_tokens",
+    "encode_prompts", "eval_pixels", "evaluation_mode", "fill_template", "find_indistinguishable_classes",
+    "generate_captions", "image_gflops", "image_representations", "keep_memory", "layer_count",
+    "number_texts", "open_core_pool", "patch_grid", "pixels_and_traits", "reads_class_token", "run_parallel",
+    "text_heatmaps", "tokenize", "watch_attention",
 ]  # fmt: skip

@@ -135,7 +135,9 @@ class TowerArchitecture:
         raise NotImplementedError
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        """Draw fresh weights after ``reset_parameters`` of its layers; called for own towers only."""
+        """Draw fresh weights after ``reset_parameters`` of its layers; called for native towers only."""
+        tower: Any = module
+        tower.initialize()
 
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
@@ -243,8 +245,10 @@ class ImageArchitecture(TowerArchitecture):
         return None
 
     def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
-        """Compute features (B, O) and tokens (B, M, W) of normalized images, for towers of other libraries."""
-        raise NotImplementedError
+        """Compute features (B, O) and tokens (B, M, W) of normalized images."""
+        tower: Any = module
+        features, tokens = tower.encode_with_tokens(images)
+        return features, tokens
 
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
         """Smooth fresh position embeddings for training on images of ``image_size``, see ``smooth_grid``."""
@@ -476,10 +480,8 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return replace(self, channels=channels)
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import VisionTransformer
-
-        assert isinstance(module, VisionTransformer)
-        module.initialize(small_data=small_data)
+        tower: Any = module
+        tower.initialize(small_data=small_data)
 
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
         from clipkit.model.resample import smooth_grid
@@ -572,12 +574,6 @@ class PixelTower(ImageArchitecture):
     def token_shape(self, embed_dim: int) -> tuple[int, int]:
         return self.image_size**2, self.width
 
-    def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
-        from clipkit.model.pixels import PixelTransformer
-
-        assert isinstance(module, PixelTransformer)
-        return module.encode_with_tokens(images)
-
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer]:
         return _PIXELS
 
@@ -652,12 +648,6 @@ class _LookupTower(TextArchitecture):
 
     native = True
     has_blocks = False
-
-    def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        from clipkit.model.towers import BagOfWordsTower, ClassTableTower, WordTableTower
-
-        assert isinstance(module, BagOfWordsTower | ClassTableTower | WordTableTower)
-        module.initialize()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -932,12 +922,8 @@ def _vit(
 
 
 # towers as (width, layers, heads)
-_BASE = (768, 12, 12)
-_LARGE = (1024, 24, 16)
-_HUGE = (1280, 32, 16)
-_TEXT_512 = (512, 12, 8)
-_TEXT_768 = (768, 12, 12)
-_TEXT_1024 = (1024, 24, 16)
+_BASE, _LARGE, _HUGE = (768, 12, 12), (1024, 24, 16), (1280, 32, 16)
+_TEXT_512, _TEXT_768, _TEXT_1024 = (512, 12, 8), (768, 12, 12), (1024, 24, 16)
 
 # Published architectures (Radford et al. 2021, table 20; ViT-H-14 by LAION) under open_clip's names; OpenAI's
 # weights need QuickGELU. The last four are clipkit's, for small data and CPUs.

@@ -61,7 +61,7 @@ def reads_class_token(model: CLIP) -> bool:
 
 
 @contextmanager
-def attention_maps(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
+def watch_attention(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) -> Iterator[None]:
     """Call ``use`` with the attention weights of each block while this thread runs the image tower.
 
     Args:
@@ -147,7 +147,7 @@ def text_heatmaps(model: CLIP, images: Tensor, texts: Tensor) -> Tensor:
     with _lock_parameters(model):
         for block, (arguments, options) in zip(blocks, _record_inputs(model, blocks, images), strict=True):
             with torch.enable_grad():
-                with attention_maps(model, keep_weights):
+                with watch_attention(model, keep_weights):
                     tokens = block(*arguments, **options)
                 if not weights or weights[0].shape[0] != len(images) or weights[0].shape[-2] < 2:
                     raise ConfigError(

@@ -32,10 +32,8 @@ Output = TypeVar("Output")
 
 _ROWS = 16  # with fewer, a product is bound by reading the weights
 _DTYPES = (torch.float32, torch.bfloat16)
-# options of glibc's mallopt, and their value in bytes
-_MMAP_THRESHOLD = -3
-_TRIM_THRESHOLD = -1
-_MOST_FREE = 2**30
+_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # options of glibc's mallopt
+_MOST_FREE = 2**30  # bytes
 
 
 class PackedWeights:
@@ -77,8 +75,7 @@ class PackedWeights:
                 if key not in self._packed:
                     packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().to(dtype), None)
                     self._packed[key] = packed
-        if bias is not None:
-            bias = bias.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
         packed = self._packed[key]
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x.to(dtype), packed, bias, "none", [], "")
         return out

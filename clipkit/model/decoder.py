@@ -329,9 +329,6 @@ class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * scale
-        if grad_weight is not None:
-            grad_weight = grad_weight * scale
+        saved = ctx.saved_tensors  # type: ignore[attr-defined]
+        grad_hidden, grad_weight = [None if grad is None else grad * scale for grad in saved]
         return grad_hidden, grad_weight, None

@@ -120,8 +120,7 @@ class Prefixes:
 
     def __init__(self, model: CLIP, image_tokens: Tensor) -> None:
         assert model.text_decoder is not None
-        self._model = model
-        self._decoder = model.text_decoder
+        self._model, self._decoder = model, model.text_decoder
         image_tokens = self._decoder.project_image(image_tokens)
         self._images = [block.keys_values(image_tokens) for block in self._decoder.cross_blocks]
         text_blocks = model.transformer.blocks if model.text is None else []

@@ -30,9 +30,7 @@ _FIXED_OPTIONS = {
     "cache_dir", "checkpoint_path", "exportable", "features_only", "img_size", "in_chans", "num_classes",
     "pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "scriptable",
 }  # fmt: skip
-# of values of these arguments
-_LARGEST = 100_000
-_MOST_VALUES = 64
+_LARGEST, _MOST_VALUES = 100_000, 64  # of values of these arguments
 _TOKENIZER_OPTIONS = {"clean", "strip_sep_token", "language"}  # settings that run no code
 # exceptions that libraries raise for invalid configurations
 _REFUSALS = (TypeError, ValueError, KeyError, AssertionError, RuntimeError, ArithmeticError)
@@ -190,9 +188,7 @@ class TimmVision(ImageArchitecture):
 
     @property
     def hub_repository(self) -> str:
-        import timm
-
-        config = timm.get_pretrained_cfg(self.name)
+        config = _get_timm_config(self.name)
         return "" if config is None else config.hf_hub_id or ""
 
     def take_weights(
@@ -203,7 +199,7 @@ class TimmVision(ImageArchitecture):
         from clipkit.model.preprocess import INTERPOLATIONS
 
         _, options = self.timm_model()
-        config: Any = timm.get_pretrained_cfg(self.name)
+        config = _get_timm_config(self.name)
         classifier = () if config is None else config.classifier or ()
         heads = [classifier] if isinstance(classifier, str) else classifier
         classifier_prefixes = tuple(f"{head}." for head in heads)
@@ -239,9 +235,7 @@ class TimmVision(ImageArchitecture):
         }
 
     def timm_model(self) -> tuple[str, dict[str, Any]]:
-        import timm
-
-        config = timm.get_pretrained_cfg(self.name)
+        config = _get_timm_config(self.name)
         fixed = config is not None and config.fixed_input_size  # others accept any size
         sizes = {"img_size": self.image_size} if fixed else {}
         if self.channels != 3:
@@ -295,7 +289,7 @@ class OpenClipText(TextArchitecture):
             _, text = build_towers(embed_dim, _NO_VISION, config, quick_gelu=quick_gelu)
         except _REFUSALS as error:
             raise ConfigError(f"open_clip rejects the tower's configuration: {error!r}") from error
-        return _keep_layers(text)
+        return _disable_layerdrop(text)
 
     @property
     def vocab_size(self) -> int:
@@ -379,7 +373,7 @@ class TransformersText(TextArchitecture):
             raise ConfigError(f"without a projection {self.model} has dimension {width}, not {embed_dim}")
         encoder = model.get_encoder() if config.is_encoder_decoder else model
         return PooledEncoder(
-            _keep_layers(encoder),
+            _disable_layerdrop(encoder),
             width,
             embed_dim,
             pad_id=config.pad_token_id,
@@ -407,8 +401,8 @@ def _call_with_output_tokens(tower: "nn.Module", inputs: "Tensor") -> "tuple[Ten
     return features, tokens
 
 
-def _keep_layers(tower: "nn.Module") -> "nn.Module":
-    """Turn off LayerDrop, as in NLLB: ranks that skip different layers wait for each other's gradients."""
+def _disable_layerdrop(tower: "nn.Module") -> "nn.Module":
+    """Disable LayerDrop, as in NLLB: ranks that skip different layers wait for each other's gradients."""
     for module in tower.modules():
         if hasattr(module, "layerdrop"):
             module.layerdrop = 0.0  # type: ignore[assignment]
@@ -453,11 +447,15 @@ def _check_timm(name: str, message: str = "timm has no model {0!r}") -> None:
         raise ConfigError(f"{message.format(name)}: {nearest(name, timm.list_models())}")
 
 
-def _get_timm_size(name: str) -> int:
+def _get_timm_config(name: str) -> Any:
     import timm
 
+    return timm.get_pretrained_cfg(name)
+
+
+def _get_timm_size(name: str) -> int:
     _check_timm(name, "model.image = 'timm:{0}' is unknown")
-    config = timm.get_pretrained_cfg(name)
+    config = _get_timm_config(name)
     return 224 if config is None else int(config.input_size[-1])
 
 

@@ -83,7 +83,6 @@ def adapter_tensors(model: CLIP, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
 
 def _find_matrices(model: CLIP, adapters: Adapters) -> list[tuple[nn.Module, str]]:
-    """Return the modules and names of the matrices in the towers' blocks."""
     shape = model.architecture
     matrices = []
     if adapters.image:

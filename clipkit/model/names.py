@@ -182,7 +182,6 @@ def open_clip_config(name: str) -> dict[str, Any]:
 
 
 def _remove_quickgelu(name: str) -> str:
-    """Return open_clip's name of an architecture that may have the suffix for QuickGELU."""
     return name if name in config_files() else name.removesuffix(QUICKGELU)
 
 

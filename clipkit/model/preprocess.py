@@ -141,9 +141,7 @@ class Preprocess:
             changed = replace(changed, background=color_of(background))
         if pixel_range is not None:
             changed = replace(changed, pixel_range=parse_pixel_range(pixel_range))
-        if upright is not None:
-            changed = replace(changed, upright=upright)
-        return changed
+        return changed if upright is None else replace(changed, upright=upright)
 
     def replace_channels(self, channels: int) -> Self:
         """Return the preprocessing for more channels, which get the averages of all three, or for fewer."""
@@ -291,8 +289,7 @@ def _resize_image(image: "Image", preprocess: Preprocess) -> "Image":
     if preprocess.resize_mode == "longest":
         ratio = max(height / size, width / size)
         image = image.resize((max(1, round(width / ratio)), max(1, round(height / ratio))), resample)
-        across = size - image.width
-        down = size - image.height
+        across, down = size - image.width, size - image.height
         # odd pixels go right and bottom
         border = (across // 2, down // 2, (across + 1) // 2, (down + 1) // 2)
         bands = len(image.getbands())

@@ -41,8 +41,7 @@ if TYPE_CHECKING:
 # whole. Nothing here locks, warns or starts threads, so threads and forked processes can tokenize.
 
 CONTEXT_LENGTH = 77
-START_OF_TEXT = 49406
-END_OF_TEXT = 49407
+START_OF_TEXT, END_OF_TEXT = 49406, 49407
 VOCABULARY = "bpe_simple_vocab_16e6"  # recorded in checkpoints
 _MERGES = 49152 - 256 - 2
 _MAX_CONTEXT = 1_000_000  # tokens, as for architectures
@@ -139,8 +138,7 @@ class _Cache(dict[str, bytes]):
 
     def __init__(self, initial: Callable[[], dict[str, bytes]], compute: Callable[[str], bytes]) -> None:
         super().__init__()
-        self._initial = initial
-        self._compute = compute
+        self._initial, self._compute = initial, compute
 
     def __missing__(self, string: str) -> bytes:
         if not self:

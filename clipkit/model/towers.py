@@ -184,8 +184,7 @@ def supports_varlen(device: torch.device, dtype: torch.dtype, *, head_width: int
     """Return whether ``attention_varlen`` supports a device, for weights of the given dtype."""
     if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < (8, 0):
         return False  # flash attention needs Ampere
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype
     if dtype not in (torch.bfloat16, torch.float16):
         return False
     # registers operators, which must not happen for the first time while a block is compiled
@@ -463,10 +462,8 @@ class VisionTransformer(nn.Module):
         channels: int = 3,
     ) -> None:
         super().__init__()
-        self.image_size = image_size
-        self.patch_size = patch_size
-        self.pool = pool
-        self.positions = positions
+        self.image_size, self.patch_size = image_size, patch_size
+        self.pool, self.positions = pool, positions
         patches = (image_size // patch_size) ** 2
         # a convolution for the parameter's name and shape; applied as a matrix product
         self.conv1 = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size, bias=False)
@@ -616,8 +613,7 @@ def average_grid(positions: Tensor) -> Tensor:
     therefore stays tied, and an optimizer that does not depend on the gradients' scale updates it as it would one
     embedding for each row and column. The stored table is complete, so any format can hold it.
     """
-    side = math.isqrt(len(positions) - 1)
-    half = positions.shape[1] // 2
+    side, half = math.isqrt(len(positions) - 1), positions.shape[1] // 2
     grid = positions[1:].unflatten(0, (side, side))  # (g, g, D)
     rows = grid[..., :half].mean(dim=1, keepdim=True).expand(-1, side, -1)
     columns = grid[..., half:].mean(dim=0, keepdim=True).expand(side, -1, -1)
@@ -639,8 +635,7 @@ def sincos_grid(side: int, width: int) -> Tensor:
     """
     frequencies = 10_000 ** -torch.linspace(0, 1, width // 4, dtype=torch.float64)
     angles = torch.arange(side, dtype=torch.float64)[:, None] * frequencies  # (g, D / 4)
-    x = angles.expand(side, -1, -1)  # (g, g, D / 4)
-    y = angles[:, None].expand(-1, side, -1)
+    x, y = angles.expand(side, -1, -1), angles[:, None].expand(-1, side, -1)  # (g, g, D / 4) each
     grid = torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=-1).flatten(0, 1)
     return F.pad(grid, (0, 0, 1, 0)).float()
 
@@ -747,9 +742,7 @@ class PooledEncoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, L) int64 → (B, O)."""
-        visible = torch.ones_like(tokens)
-        if self.pad_id is not None:
-            visible = (tokens != self.pad_id).long()
+        visible = torch.ones_like(tokens) if self.pad_id is None else (tokens != self.pad_id).long()
         out = self.transformer(input_ids=tokens, attention_mask=visible)
         hidden = out.last_hidden_state  # (B, L, D)
         if self.pooling == "mean":

@@ -140,9 +140,7 @@ class Objective(Section):
 
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit; overrides call this one too."""
-        loss = config.loss
-        distill = config.distill
-        model = config.model
+        loss, distill, model = config.loss, config.distill, config.model
         name = f"loss.name={loss.name}"
         alone = f"cannot be combined with {name}"
         if not self.uses_same:
@@ -213,7 +211,7 @@ class Term(Section):
     allows_classes: ClassVar[bool] = False
 
     @property
-    def averages(self) -> bool:
+    def uses_average(self) -> bool:
         """Whether ``inputs`` calls ``teach``."""
         return False
 

@@ -10,11 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.config import Config, DistillConfig, require
-from clipkit.distributed import sum_over_ranks
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.distill import Teaching
-from clipkit.objectives.tiles import mean_over_rows, target_entropy
+from clipkit.objectives.tiles import GlobalBatch, mean_over_rows, target_entropy
 
 
 class Classes(Objective):
@@ -62,9 +61,7 @@ class Classes(Objective):
         """Return the metric ``acc1``, the fraction of images of all ranks that are nearest to their own class."""
         labels = targets.tokens[:, 0]
         nearest = (at_least_float32(images) @ at_least_float32(texts).T).argmax(dim=1)
-        right = torch.stack([(nearest == labels).sum(), labels.new_tensor(len(labels))])
-        correct, count = sum_over_ranks(right).tolist()
-        return {"acc1": correct / count}
+        return {"acc1": GlobalBatch(images).fraction(nearest == labels)}
 
     def chance(self, targets: Targets, text_rows: int) -> float:
         """Return ln C."""

@@ -124,9 +124,7 @@ class _Contrastive(torch.autograd.Function):
             by_row[1].mul_((by_row[0] - greatest).exp()).add_((logits_wrong - greatest).exp())
             by_row[0] = greatest
         ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
-        ctx.batch = batch
-        ctx.pairs = pairs
-        ctx.smoothing = smoothing
+        ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
         text_sums = by_column[:, batch.local_rows]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:

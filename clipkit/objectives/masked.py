@@ -45,7 +45,7 @@ class Masked(Term):
     after: int = after_setting()
 
     @property
-    def averages(self) -> bool:
+    def uses_average(self) -> bool:
         return self.target == "features"
 
     @property

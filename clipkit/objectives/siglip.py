@@ -123,10 +123,7 @@ class _Sigmoid(torch.autograd.Function):
 class SigLip(Objective):
     """SigLIP's objective, see ``siglip_loss``."""
 
-    summary = (
-        "an independent binary classification of each image–text pair, with a bias; the loss starts near 10, far "
-        "above chance, as the bias starts at -10"
-    )
+    summary = "an independent binary classification of each image–text pair, with a bias"
     initial_scale = 10.0
     initial_bias = -10.0
     max_scale = math.inf

@@ -57,6 +57,10 @@ class GlobalBatch:
         """Return the mean over all rows of a (B,) value of each, a scalar that is the same on all ranks."""
         return sum_over_ranks(values.sum()) / self.size
 
+    def fraction(self, holds: Tensor) -> float:
+        """Return the fraction of all rows for which a (B,) bool holds."""
+        return float(sum_over_ranks(holds.sum()).item() / self.size)
+
     @property
     def weight(self) -> float:
         """Weight of a row in this rank's gradient."""
@@ -156,10 +160,7 @@ class FeatureGradients:
     def __init__(
         self, batch: GlobalBatch, images: Tensor, all_texts: Tensor, scale: Tensor, needed: tuple[bool, ...]
     ) -> None:
-        self._batch = batch
-        self._images = images
-        self._all_texts = all_texts
-        self._scale = scale
+        self._batch, self._images, self._all_texts, self._scale = batch, images, all_texts, scale
         self._needed = needed
         # the gradient of the scale follows from either one
         self._grad_images = torch.empty_like(images) if needed[0] or not needed[1] else None

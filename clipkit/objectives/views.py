@@ -63,7 +63,7 @@ class Views(Term):
     after: int = after_setting("")
 
     @property
-    def averages(self) -> bool:
+    def uses_average(self) -> bool:
         return True
 
     @property

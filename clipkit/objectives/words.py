@@ -11,10 +11,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.config import Config, require
-from clipkit.distributed import sum_over_ranks
 from clipkit.model.towers import at_least_float32, mask_words, widest_dtype
 from clipkit.objectives.base import Objective, Outputs, Targets
-from clipkit.objectives.tiles import mean_over_rows, tile_height
+from clipkit.objectives.tiles import GlobalBatch, mean_over_rows, tile_height
 
 
 class Words(Objective):
@@ -50,8 +49,7 @@ class Words(Objective):
         height = tile_height(len(images), len(words))
         best = torch.cat([(rows @ words.T).argmax(1) for rows in images.split(height)])  # (B,)
         right = (_distinct_words(targets.tokens) == best[:, None]).any(1)
-        correct, count = sum_over_ranks(torch.stack([right.sum(), torch.ones_like(right).sum()])).tolist()
-        return {"word_acc1": correct / count}
+        return {"word_acc1": GlobalBatch(images).fraction(right)}
 
     def chance(self, targets: Targets, text_rows: int) -> float:
         """Return ln V."""
@@ -61,9 +59,7 @@ class Words(Objective):
         """Return the mean of ln n over captions of n distinct words."""
         counts = (_distinct_words(targets.tokens) >= 0).sum(1).clamp(min=1)
         entropies = counts.to(widest_dtype(counts.device)).log()
-        sums = torch.stack([entropies.sum(), torch.ones_like(entropies).sum()])
-        total, count = sum_over_ranks(sums).tolist()
-        return float(total / count)
+        return GlobalBatch(entropies).mean(entropies).item()
 
     def check(self, config: Config) -> None:
         super().check(config)

@@ -246,7 +246,7 @@ def measure_step(
 
 
 def _encodes_twice(terms: Mapping[str, Term]) -> bool:
-    return any(term.averages for term in terms.values())
+    return any(term.uses_average for term in terms.values())
 
 
 _FEW = 2  # rows of a step whose FLOPs are measured; with one, batch norms have no variance

@@ -529,7 +529,7 @@ class TrainingStep:
     def swaps(self, step: int) -> bool:
         """Return whether a step gives the model its averaged weights for a while."""
         terms = self.terms.values()
-        return self.distill.is_average or any(term.averages and term.after <= step for term in terms)
+        return self.distill.is_average or any(term.uses_average and term.after <= step for term in terms)
 
     def _teaching(self, batch: Batch) -> Teaching | None:
         if self.teacher is not None:

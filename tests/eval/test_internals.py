@@ -12,7 +12,7 @@ from PIL import Image
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
-from clipkit.model.attention import attention_maps, encode_all_tokens
+from clipkit.model.attention import encode_all_tokens, watch_attention
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import create_architecture
 from clipkit.model.towers import Padded
@@ -138,7 +138,7 @@ def test_rollout_of_pooled_patches_does_not_read_the_class_token(pool: str) -> N
     model = create(replace(shape, vision=replace(shape.vision.plain, pool=pool)), seed=0).eval()
     images = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
     own: list[torch.Tensor] = []
-    with torch.no_grad(), attention_maps(model, lambda _, weights: own.append(weights)):
+    with torch.no_grad(), watch_attention(model, lambda _, weights: own.append(weights)):
         encode_all_tokens(model, images)
     rollouts = analyze_tower(model, images).rollouts
     assert rollouts is not None

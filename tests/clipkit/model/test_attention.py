@@ -13,7 +13,7 @@ import clipkit
 from clipkit.errors import ConfigError, DataError
 from clipkit.export.write import export
 from clipkit.inference.explain import check_files
-from clipkit.model.attention import attention_blocks, attention_maps, patch_grid, text_heatmaps
+from clipkit.model.attention import attention_blocks, patch_grid, text_heatmaps, watch_attention
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import create_architecture
 from clipkit.model.towers import Padded, ResidualAttentionBlock
@@ -30,7 +30,7 @@ def random_images(model: CLIP, count: int = 2) -> Tensor:
 def maps_of(model: CLIP, images: Tensor) -> list[Tensor]:
     found: list[Tensor] = []
     own = model.architecture.vision.plain is not None
-    with torch.no_grad(), attention_maps(model, lambda _, weights: found.append(weights)):
+    with torch.no_grad(), watch_attention(model, lambda _, weights: found.append(weights)):
         _ = model.image_tokens(images) if own else model.encode_image(images)
     return found
 
@@ -72,7 +72,7 @@ def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> 
     images = random_images(model)
     with torch.no_grad():
         before = model.encode_image(images)
-        with attention_maps(model, lambda _, weights: weights):
+        with watch_attention(model, lambda _, weights: weights):
             torch.testing.assert_close(model.encode_image(images), before, rtol=0, atol=1e-5)
     texts = F.normalize(torch.randn(3, before.shape[1]), dim=1)
     heat = text_heatmaps(model, images, texts)
@@ -102,7 +102,7 @@ def test_heatmaps_equal_finite_differences() -> None:
                     return weights
 
                 x = visual.stem(images, colors=model.colors)  # type: ignore[operator]
-                with attention_maps(model, nudged):
+                with watch_attention(model, nudged):
                     for block in blocks[: number + 1]:
                         x = block(x, FULL)
                 read = visual.ln_post(x[:, 0]) @ visual.proj  # type: ignore[operator]

@@ -182,4 +182,5 @@ def test_complete_keeps_the_upper_rows(tmp_path: Path) -> None:
         assert len(image.crop((left, 88, left + 320, 328)).getcolors() or ()) > 1
     with pytest.raises(ConfigError, match="does not predict the next pixel"):
         save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "vit")
-        dispatch([*command, str(tmp_path / "c.png"), "--model", str(tmp_path / "vit")])
+        picture, out = str(tmp_path / "white.png"), str(tmp_path / "c.png")
+        dispatch(["complete", picture, "--model", str(tmp_path / "vit"), "--out", out])
