@@ -35,8 +35,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def events(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) -> dict[str, int]:
     """Return how often a step sends each message and reads tensors."""
     chosen = {setting.partition("=")[0]: setting for setting in SETTINGS}
-    more = (f"data.train={data}", f"out={out}", f"batch_size={2 * ranks}", "log.every_steps=100", "steps=6")
-    more += ("checkpoint.compare_every_steps=0",)  # fake messages arrive with any content
+    more = (
+        f"data.train={data}", f"out={out}", f"batch_size={2 * ranks}", "log.every_steps=100", "steps=6",
+        "checkpoint.compare_every_steps=0",  # messages to ranks that do not exist arrive with any content
+    )  # fmt: skip
     chosen |= {setting.partition("=")[0]: setting for setting in (*more, *settings)}
     environment = {"CLIPKIT_CACHE": str(data.parent / "cache")}
     ended = forked.run("tests/step_program.py", [str(ranks), *chosen.values()], environment)
