@@ -220,13 +220,14 @@ def main(arguments: Arguments) -> int:
             while step < config.steps and not stopped:
                 # 7a. The next batch, prefetched, and a message about it to all ranks, which is read in 7d. A rank
                 # whose batch has a fault computes a loss that is not a number. Only rank 0's clock counts.
+                stop.begin_step()
                 log.watch.begin("data")
                 if batch is None or not batch.fault:
                     try:
                         batch = next(batches)
                     except DataError as error:
                         batch = train_loader.placeholder(step, error).to(device)
-                log.add_bad_samples(step + 1, batch.bad)
+                    log.add_bad_samples(step + 1, batch.bad)
                 minutes = (time.monotonic() - saved_at) / 60
                 totals = distributed.start_totals(
                     asked_to_stop=stop.asked,
@@ -286,6 +287,7 @@ def main(arguments: Arguments) -> int:
                 while (outcome := decisions.next_outcome(wait=due_metrics)) is not None:
                     ranks = outcome.totals
                     if not outcome.is_finite:
+                        stop.finish_step(agreed=True)
                         causes = distributed.gather_objects(batch.fault if ranks["faults"] else "")
                         if not ranks["faults"]:
                             names = train_loader.names(outcome.ids)
@@ -341,7 +343,8 @@ def main(arguments: Arguments) -> int:
                 if due_score or due_save:
                     log.leave_out()
 
-            # 8. The end: the last scores and the report.
+            # 8. The end: the last scores and the report, unless a signal arrived during the last step.
+            stopped = stopped or bool(distributed.max_over_ranks(torch.tensor(stop.number)))
             if not stopped:
                 stop.save_first(False, "all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
@@ -352,6 +355,7 @@ def main(arguments: Arguments) -> int:
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
             signal_number = int(distributed.max_over_ranks(torch.tensor(stop.number)))
+            drawn = state.step * config.batch_size
             guards.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
         log.sum_up(state, captions=shards.selection.captions.count, context_length=length)
         if stopped:

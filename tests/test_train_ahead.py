@@ -21,6 +21,7 @@ from tests.small_trainings import (
     process_of,
     trainings,
     wait_until,
+    write_pairs,
 )
 
 __all__ = ["pairs", "trainings"]  # fixtures
@@ -106,3 +107,29 @@ def test_stopped_run_resumes(trainings: Trainings, ahead: Callable[[], None], tm
     assert 0 < latest_step(out) < 40
     trainings.run(out, *settings)
     assert results(out, 40)[:2] == results(tmp_path / "whole", 40)[:2]
+
+
+def test_signal_to_one_rank_in_the_last_step_stops_all(
+    trainings: Trainings, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(trainings, "program", "tests/signalled_program.py")
+    said = trainings.run_ranks(2, tmp_path / "run", "steps=3", status=128 + signal.SIGTERM)
+    assert "stopped and saved at step 3 of 3; the same command resumes" in said[0]
+    assert latest_step(tmp_path / "run") == 3
+
+
+def test_bad_samples_of_a_failed_batch_are_listed_once(
+    trainings: Trainings, ahead: Callable[[], None], tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    write_pairs(data, 8)
+    for shard in data.rglob("*.tar"):
+        shard.write_bytes(
+            shard.read_bytes().replace(b"JFIF", b"xxxx").replace(b"\xff\xd8\xff", b"\x00\x00\x00")
+        )
+    ahead()
+    settings = (f"data.train={data}", "steps=6", "log.every_steps=9")
+    error = error_of(trainings.run(tmp_path / "run", *settings, status=1))
+    assert "samples in a row are bad" in error
+    lines = (tmp_path / "run" / "bad_samples.jsonl").read_text().splitlines()
+    assert {json.loads(line)["step"] for line in lines} == {1}

@@ -316,7 +316,8 @@ class StopRequest:
         self._owner = os.getpid()  # loader processes leave signals to the trainer
         self._terminated = False
         self._reacted = self._probed = time.monotonic()
-        self._step_ends = (-math.inf, -math.inf, time.monotonic())
+        self._step_began: float | None = None
+        self._step_seconds = 0.0
         signal.signal(signal.SIGURG, self._react)
         for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if (
@@ -339,28 +340,32 @@ class StopRequest:
                 self._terminated, self._reacted = True, time.monotonic()
         return self._signalled or self.agreed
 
+    def begin_step(self) -> None:
+        """State that a step begins, in which ranks wait for each other only briefly."""
+        self._step_began = self._reacted = time.monotonic()
+
     def finish_step(self, *, agreed: bool) -> None:
         """State that a step is done, and whether all ranks have agreed to stop after it."""
         self.agreed = agreed
-        self._step_ends = (*self._step_ends[1:], time.monotonic())
+        if self._step_began is not None:
+            self._step_seconds = time.monotonic() - self._step_began
+        self._step_began = None
 
     def is_stuck(self) -> bool:
-        """Return whether the main thread has not reacted since SIGTERM, for longer than three of its steps take.
+        """Return whether the main thread has not reacted since SIGTERM, for longer than three steps take.
 
-        Called often by the thread that watches the launcher, after ``leaving``.
+        Never true between steps: ranks may wait for minutes while rank 0 saves or scores. The thread that watches
+        the launcher calls this often, after ``leaving``.
         """
         now = time.monotonic()
-        if not self._terminated or self.agreed:
+        if not self._terminated or self._step_began is None:
             return False
         if now - self._probed > _PROBE_SECONDS:
             self._probed = now
             main_thread = threading.main_thread().ident
             assert main_thread is not None
             signal.pthread_kill(main_thread, signal.SIGURG)
-        before, middle, last = self._step_ends
-        step_seconds = min(last - middle, middle - before)  # one of the two may include scoring or saving
-        patience = max(_STUCK_SECONDS, 3 * step_seconds) if math.isfinite(step_seconds) else _STUCK_SECONDS
-        return now - self._reacted > patience
+        return now - self._reacted > max(_STUCK_SECONDS, 3 * self._step_seconds)
 
     @property
     def asked(self) -> bool:

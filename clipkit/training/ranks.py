@@ -127,8 +127,8 @@ class WeightComparison:
             others = "those of the other ranks" if len(odd) < len(names) else "each other"
             raise ClipkitError(
                 f"after step {step} the weights of {' and '.join(differing)} differ from {others}: memory or a "
-                "processor there is faulty; the last checkpoint is intact, and the same command on other machines "
-                "resumes"
+                "processor there is faulty; nothing since the last checkpoint, if there is one, is saved: the same "
+                "command on other machines resumes from there"
             )
 
 

@@ -119,7 +119,7 @@ def test_rank_asked_to_stop_during_a_step_outlives_its_launcher() -> None:
     assert rank == 0 and said.startswith("error: torchrun has died")
 
 
-# two ranks: rank 1 stops responding, and rank 0 waits for it in C++; "scoring" is busy in Python instead
+# three ranks: rank 2 is busy in Python, and the others wait for it in C++: rank 0 in a step, rank 1 while it saves
 STUCK = """
 import os, sys, time
 from clipkit import distributed
@@ -129,8 +129,10 @@ end_with_launcher(os.getppid(), stop)
 distributed.start()
 stop.save_first(True, "")
 distributed.barrier()
+if sys.argv[1] != "saving":
+    stop.begin_step()
 print("ready", flush=True)
-if os.environ["RANK"] == "1" or sys.argv[1] == "scoring":
+if os.environ["RANK"] == "2" or sys.argv[1] == "busy":
     time.sleep(60)
 distributed.barrier()
 """
@@ -141,14 +143,14 @@ def test_rank_that_waits_for_another_ends_after_sigterm() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    store = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    store = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", STUCK, how],
             env={**os.environ, **store, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
-        for rank, how in enumerate(["waiting", "scoring"])
+        for rank, how in enumerate(["waiting", "saving", "busy"])
     ]  # fmt: skip
     try:
         for rank in ranks:
@@ -161,7 +163,8 @@ def test_rank_that_waits_for_another_ends_after_sigterm() -> None:
         assert ranks[0].returncode == 128 + signal.SIGTERM
         assert "error: SIGTERM while waiting for another rank; the last checkpoint is kept" in said
         time.sleep(2)
-        assert ranks[1].poll() is None  # its main thread reacts: it may be about to save
+        assert ranks[1].poll() is None  # rank 0 may write for minutes
+        assert ranks[2].poll() is None  # its main thread reacts: it may be about to save
     finally:
         for rank in ranks:
             rank.kill()
