@@ -122,7 +122,7 @@ def test_partial_file_of_other_settings_is_not_continued(
     assert out.read_bytes() == (tmp_path / "again.jsonl").read_bytes()
 
 
-def test_invalid_options_raise_one_line_errors(run: Run, tmp_path: Path, tiny: CLIP) -> None:
+def test_invalid_options_raise_one_line_errors(run: Run, photos: Path, tmp_path: Path, tiny: CLIP) -> None:
     for options, said in (
         (("--out", tmp_path / "a.txt"), r"must be a file name ending in \.csv or \.jsonl"),
         (("--out", tmp_path / "none" / "a.csv"), "No such file or directory"),
@@ -139,4 +139,4 @@ def test_invalid_options_raise_one_line_errors(run: Run, tmp_path: Path, tiny: C
     tiny.set_decoder(None)
     save_model(tiny, tmp_path / "plain")
     with pytest.raises(ClipkitError, match=r"was trained without caption\.weight"):
-        run("--model", tmp_path / "plain")
+        dispatch(["caption", str(photos), "--model", str(tmp_path / "plain")])
