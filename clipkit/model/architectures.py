@@ -135,9 +135,13 @@ class TowerArchitecture:
         raise NotImplementedError
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
-        """Draw fresh weights after ``reset_parameters`` of its layers; called for native towers only."""
+        """Draw fresh weights after ``reset_parameters`` of its layers; called for native towers only.
+
+        By default by the module's method ``initialize``, if it has one.
+        """
         tower: Any = module
-        tower.initialize()
+        if hasattr(tower, "initialize"):
+            tower.initialize()
 
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
