@@ -91,9 +91,9 @@ def write_filters(
 
     there = pq.read_schema(tables[0]).names
     flags = []
-    for name in ("duplicate", "contaminated"):
-        if name in there:
-            flags.append(f"{PREFIX}{name} = false")
+    for column in ("duplicate", "contaminated"):
+        if column in there:
+            flags.append(f"{PREFIX}{column} = false")
     texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
     filters, _ = parse_scored_filters(texts, name)
     presets = {}
