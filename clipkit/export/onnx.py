@@ -199,7 +199,7 @@ def write_model_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -
     return [*written, CONFIG, *others]
 
 
-def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference(model: CLIP, folder: Path, samples: Samples) -> float:
     """Run the graphs at several batch sizes; return the largest difference of unit-norm embeddings."""
     largest = 0.0
     for batch in _BATCHES:
@@ -209,7 +209,7 @@ def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
     return largest
 
 
-def check_model_int8(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference_int8(model: CLIP, folder: Path, samples: Samples) -> float:
     """Run the graphs; return 1 − the lowest cosine similarity of an embedding to clipkit's, infinite for NaN."""
     images, texts = _run_graphs(model, folder, samples, len(samples.texts))
     cosines = torch.cat(

@@ -71,7 +71,7 @@ def store_tokenizer(model: CLIP, folder: Path) -> list[str]:
 
 
 @torch.no_grad()
-def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with open_clip as a user would; return the largest difference of unit-norm embeddings."""
     with torch.random.fork_rng(devices=[]):  # open_clip initializes weights before loading them
         theirs, transform, tokenize = load_folder(folder)

@@ -83,7 +83,7 @@ def _target(
         distribution=distribution or package,
         obstacle=function("find_obstacle"),
         write=function(f"write_model{suffix}"),
-        check=function(f"check_model{suffix}"),
+        check=function(f"measure_difference{suffix}"),
         compare=function(f"compare_model{suffix}") if facts.get("approximate") else None,
         example=function(f"format_example{suffix}"),
         **facts,

@@ -176,7 +176,7 @@ def _build_backbone(backbone: _Backbone) -> nn.Module:
 
 
 @torch.no_grad()
-def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with timm as a user would; return the largest difference of features relative to the norm."""
     import timm
     from timm.data.config import resolve_model_data_config

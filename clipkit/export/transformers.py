@@ -148,7 +148,7 @@ def _write_json(path: Path, content: Any) -> None:
 
 
 @torch.no_grad()
-def check_model(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with transformers as a user would; return the largest difference of unit-norm embeddings."""
     from transformers import AutoProcessor, CLIPModel
 
@@ -232,7 +232,7 @@ def write_model_sentence(model: CLIP, tensors: Mapping[str, Tensor], folder: Pat
     return [*names, *configs]
 
 
-def check_model_sentence(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference_sentence(model: CLIP, folder: Path, samples: Samples) -> float:
     """Load the folder with sentence-transformers; return the largest difference of unit-norm embeddings."""
     from sentence_transformers import SentenceTransformer
 

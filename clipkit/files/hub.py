@@ -138,7 +138,7 @@ def _convert_push_errors(repository: str) -> Iterator[None]:
             f"cannot write {repository}: {constants.ENDPOINT} does not respond: check the network"
         )
     try:
-        with _silence_client():
+        with _log_errors_only():
             yield
     except HFValidationError as error:
         raise ConfigError(
@@ -159,7 +159,7 @@ def _convert_push_errors(repository: str) -> Iterator[None]:
 @contextmanager
 def _convert_download_errors(source: str) -> Iterator[None]:
     try:
-        with _silence_client():
+        with _log_errors_only():
             yield
     except (OSError, ValueError, RuntimeError) as error:
         cause = str(error).strip().split("\n")[0].removeprefix("Got: ")  # of huggingface_hub
@@ -180,7 +180,7 @@ def convert_hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:
-        with _silence_client(), _offline_if_unreachable(name):
+        with _log_errors_only(), _offline_if_unreachable(name):
             yield
     except (OSError, ValueError, KeyError, HfHubHTTPError, HFValidationError) as error:
         first = str(error).strip().split("\n")[0]
@@ -225,7 +225,7 @@ def _is_reachable(address: str) -> bool:
 
 
 @contextmanager
-def _silence_client() -> Iterator[None]:
+def _log_errors_only() -> Iterator[None]:
     import logging
 
     logger = logging.getLogger("huggingface_hub")

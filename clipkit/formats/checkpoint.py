@@ -228,7 +228,7 @@ def is_intact(folder: Path, needed: Callable[[str], bool] | None = None) -> bool
     return True
 
 
-def format_listing(folder: Path) -> str:
+def list_checksums(folder: Path) -> str:
     """Return the content of COMPLETE for the files in a folder."""
     files = {
         path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()

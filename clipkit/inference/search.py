@@ -110,7 +110,7 @@ class Hit:
             return ("sample", os.path.abspath(Path(self.directory, self.source)), self.path)  # noqa: PTH100
         return ("file", os.path.abspath(Path(self.directory, self.path)))  # noqa: PTH100 (Path keeps "..")
 
-    def is_of_same(self, other: "Hit") -> bool:
+    def has_same_content(self, other: "Hit") -> bool:
         """Whether two rows are of the same image or text. Without a source, all common metadata must be equal."""
         if self.identity != other.identity:
             return False
@@ -501,7 +501,7 @@ class Embeddings:
                 pyarrow.compute.ends_with(paths, name), pyarrow.compute.equal(paths, name[1:])
             )
         rows = pyarrow.compute.indices_nonzero(candidates.fill_null(False)).to_pylist()
-        return [row for row in rows if self._hit(part, row, 1.0).is_of_same(hit)]
+        return [row for row in rows if self._hit(part, row, 1.0).has_same_content(hit)]
 
     def _path_column(self, table: pyarrow.Table) -> str:
         return "image_path" if self.has_images and "image_path" in table.column_names else "caption"

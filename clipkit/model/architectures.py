@@ -144,8 +144,11 @@ class TowerArchitecture:
             tower.initialize()
 
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
-        """Return a function from the name of a parameter to its layer; None if the layers are unknown."""
-        return _TRANSFORMER
+        """Return a function from the name of a parameter to its layer; None if the layers are unknown.
+
+        A tower without blocks overrides it, so that nothing is locked by mistake.
+        """
+        return _TRANSFORMER if self.has_blocks else None
 
     def open_clip_config(self) -> dict[str, Any]:
         """Return open_clip's ``vision_cfg`` or ``text_cfg`` of the tower; ConfigError if open_clip lacks it."""
@@ -652,6 +655,9 @@ class _LookupTower(TextArchitecture):
 
     native = True
     has_blocks = False
+
+    def map_layers(self, module: "nn.Module") -> Callable[[str], Layer]:
+        return _TRANSFORMER
 
 
 @dataclass(frozen=True, kw_only=True)

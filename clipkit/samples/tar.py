@@ -248,7 +248,7 @@ def _follow(shard: str, tar: Content, before: _Run, *, most: int) -> _Run:
                 stop = min(end, position + len(header))  # the file may have been truncated meanwhile
                 raise _truncated(shard, f"it has no end mark; it stops at byte {stop}")
             if header[0] == 0 and not any(header):
-                _check_end(shard, tar, position, end)
+                _check_trailing_zeros(shard, tar, position, end)
                 run.ended = True
                 break
             headers.append(header)
@@ -340,7 +340,7 @@ def _add_unusual(run: _Run, shard: str, tar: Content, kind: bytes, size: int) ->
     return size
 
 
-def _check_end(shard: str, tar: Content, position: int, end: int) -> None:
+def _check_trailing_zeros(shard: str, tar: Content, position: int, end: int) -> None:
     """Check that blocks of zeros mark the end of the archive, not a gap left by an incomplete download.
 
     Only zeros may follow the archive, up to a multiple of the record size, which is 20 blocks or a power of two of

@@ -36,7 +36,7 @@ from clipkit.formats.checkpoint import (
     TRAINED,
     collect_tensors,
     describe_model,
-    format_listing,
+    list_checksums,
     is_complete,
     latest_checkpoint,
     list_skipped,
@@ -492,7 +492,7 @@ class CheckpointWriter:
             if rank() == 0:
                 for i, name in enumerate(names, 1):
                     joined = temporary / f"model-{i:05d}-of-{len(names):05d}.safetensors"
-                    _write_scalars(joined, scalars)
+                    _fill_in_scalars(joined, scalars)
                     joined.rename(temporary / name)
                 for name in files.keys() - names:
                     save_file({}, temporary / name)
@@ -514,7 +514,7 @@ class CheckpointWriter:
         return self._stager
 
     def _commit(self, temporary: Path, folder: Path) -> None:
-        (temporary / COMPLETE).write_text(format_listing(temporary))
+        (temporary / COMPLETE).write_text(list_checksums(temporary))
         for path in (path for path in temporary.rglob("*") if path.is_file()):
             path.chmod((temporary / COMPLETE).stat().st_mode & 0o777)  # safetensors makes files private
         for path in (*temporary.rglob("*"), temporary):
@@ -551,7 +551,7 @@ class CheckpointWriter:
         return CheckpointError(f"the checkpoint of step {self._step} was not written: {cause}")
 
 
-def _write_scalars(path: Path, scalars: Mapping[str, Tensor]) -> None:
+def _fill_in_scalars(path: Path, scalars: Mapping[str, Tensor]) -> None:
     """Fill in a file's scalars: torch (2.15) joins shards with zeros in their place."""
     with path.open("r+b") as file:
         header_length = int.from_bytes(file.read(8), "little")

@@ -259,7 +259,7 @@ class Answers:
         return top_classes(self.features, self.classifier, logit_scale=self.logit_scale, device=self.device)
 
     def scores(self, *, softmax: bool) -> Tensor:
-        """Return (N, C) float32 scores that rank the images of each class."""
+        """Return (N, C) float32 scores that rank the images of each class: similarities, or log-probabilities."""
         scale = self.logit_scale if softmax else None
         return class_scores(self.features, self.classifier, softmax_scale=scale, device=self.device)
 
