@@ -90,8 +90,8 @@ def write_filters(
     import pyarrow.parquet as pq
 
     there = pq.read_schema(tables[0]).names
-    columns = ("duplicate", "contaminated")
-    flags = [f"{PREFIX}{column} = false" for column in columns if column in there]
+    optional = ("duplicate", "contaminated")
+    flags = [f"{PREFIX}{flag} = false" for flag in optional if flag in there]
     texts = texts or [f"{PREFIX}clip >= top 30%", *flags, "preset:datacomp_basic"]
     filters, _ = parse_scored_filters(texts, name)
     presets = {}
