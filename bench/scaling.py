@@ -37,7 +37,14 @@ from clipkit.config import Config, load_config
 from clipkit.model.clip import CLIP
 from clipkit.model.names import create_architecture
 from clipkit.training.build import shape_of
-from clipkit.training.costs import GPUS, Workload, communication_of, estimate, workloads_of
+from clipkit.training.costs import (
+    GPUS,
+    Workload,
+    communication_of,
+    computes_in_bf16,
+    estimate,
+    workloads_of,
+)
 
 RESULT = Path(__file__).parent / "results" / "scaling.json"
 CONFIG = ROOT / "configs" / "quickstart.toml"
@@ -152,7 +159,8 @@ def largest(arguments: dict[str, Any]) -> tuple[int, list[int], int]:
 def workload(config: Config, world: int) -> Workload:
     """Return the workload of a configuration."""
     shape = shape_of(config.model, config.loss, config.small)
-    return workloads_of(config, shape, world=world, shard_ranks=world, bf16=False)[-1]
+    bf16 = computes_in_bf16(config.precision, torch.device("cpu"))
+    return workloads_of(config, shape, world=world, shard_ranks=world, bf16=bf16)[-1]
 
 
 def volume(folder: Path) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ class OptimizerEntry:
         make: builds it for a model on its device, sharded or not.
         gated: whether ``step`` changes nothing if the attribute ``found_inf``, a float scalar on the device, is 1;
             with other optimizers the host waits for each decision whether to make an update.
-        gathers_matrices: whether each step gathers the matrices in blocks, if they are sharded.
+        divides_matrices: whether ranks divide the matrices in blocks and exchange their updates in bfloat16.
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
         ties_rows: whether rows of a matrix may be tied, as with ``shape.positions=learned_2d``.
@@ -33,7 +33,7 @@ class OptimizerEntry:
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
     gated: bool = False
-    gathers_matrices: bool = False
+    divides_matrices: bool = False
     parameters_join_late: bool = True
     ties_rows: bool = True
 
@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     "lamb": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
     "adafactor": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:adafactor"), ties_rows=False),
     "muon": OptimizerEntry(
-        make=lazy_import("clipkit.training.optim:muon"), gated=True, gathers_matrices=True
+        make=lazy_import("clipkit.training.optim:muon"), gated=True, divides_matrices=True
     ),
 }
 

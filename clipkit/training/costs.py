@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
@@ -490,8 +491,6 @@ def communication_of(work: Workload) -> Communication:
                 weights += sent(ways, work.gathered_bytes * numbers) * (
                     passes if work.reshard else work.parts
                 )
-                if OPTIMIZERS[work.optimizer].gathers_matrices and parameter.ndim == 2:
-                    weights += sent(ways, size) * parameter.requires_grad
             else:
                 weights += sent(ways, size) * work.parts
         if parameter.requires_grad:
@@ -499,6 +498,18 @@ def communication_of(work: Workload) -> Communication:
                 gradients += sent(ways, size) + 2 * sent(copies, size // ways)
             else:
                 gradients += 2 * sent(work.world, size)
+    if OPTIMIZERS[work.optimizer].divides_matrices:
+        # in bfloat16: directions of sharded matrices, and the updates of all
+        shapes = Counter[torch.Size]()
+        transformers = work.model.transformers.values()
+        for block in chain.from_iterable(transformer.blocks for transformer in transformers):
+            for parameter in block.parameters():
+                if parameter.requires_grad and parameter.ndim == 2:
+                    shapes[parameter.shape] += 1
+        for shape, count in shapes.items():
+            size = _HALF * shape.numel()
+            gradients += sent(ways, count * size)
+            gradients += sent(work.world, math.ceil(count / work.world) * work.world * size)
     rows = work.batch_size * (1 + work.further)
     features = 0.0
     if work.text_rows in (0, work.batch_size):  # all ranks have all classes
