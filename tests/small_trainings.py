@@ -31,7 +31,7 @@ SETTINGS = (
     "model.name=ViT-Ti-4-16", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
     "log.every_steps=1", f"batch_size={BATCH}", "checkpoint.keep=0", "precision=fp32",
 )  # fmt: skip
-SECONDS = 120  # timeout of a training
+SECONDS = 240  # timeout of a training
 
 
 class Trainings:

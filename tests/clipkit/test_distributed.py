@@ -35,7 +35,7 @@ def test_gradients_equal_single_process_full_batch(
     """Any number of ranks and parts, whole or sharded, each loss, patch dropout, locking, packed captions."""
     out = tmp_path / "many.safetensors"
     if world > 1:
-        forked.ranks(GRADIENTS, str(out), world=world)
+        forked.ranks(GRADIENTS, str(out), world=world, timeout=540)
     many = load_file(out) if world > 1 else one_process
     assert world == 1 or any(" sharded " in name for name in many)
     for name, gradient in many.items():
