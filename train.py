@@ -288,6 +288,7 @@ def main(arguments: Arguments) -> int:
                     ranks = outcome.totals
                     if not outcome.is_finite:
                         stop.finish_step(agreed=True)
+                        decisions.wait_for_messages()
                         causes = distributed.gather_objects(batch.fault if ranks["faults"] else "")
                         if not ranks["faults"]:
                             names = train_loader.names(outcome.ids)

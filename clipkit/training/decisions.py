@@ -156,3 +156,8 @@ class Decisions:
             usual_norm=usual_norm,
             ids=entry.ids,
         )
+
+    def wait_for_messages(self) -> None:
+        """Wait for the messages of all steps that were added: a process that exits before them aborts."""
+        while self._pending:
+            self._pending.popleft().totals()
