@@ -448,6 +448,22 @@ def max_over_ranks(values: Tensor) -> Tensor:
     return greatest
 
 
+def copy_to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Start to copy a tensor to the host, and return a function that waits for the copy and returns it."""
+    if not values.is_cuda:
+        return lambda: values
+    copy = torch.empty_like(values, device="cpu", pin_memory=True)
+    copy.copy_(values, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return copy
+
+    return wait
+
+
 class Gathering:
     """Small tensors of all ranks on the way to each of them: neither a GPU nor the host waits until ``read``.
 
@@ -458,28 +474,22 @@ class Gathering:
     def __init__(self, values: Tensor) -> None:
         self._shape = (world_size(), *values.shape)
         self._values = values.flatten()  # kept until it is sent
-        self._gathered = values.new_empty(world_size() * values.numel())
+        gathered = values.new_empty(world_size() * values.numel())
         self._work: Any = None
-        self._arrived: torch.cuda.Event | None = None
         if world_size() == 1:
-            self._gathered.copy_(self._values)
+            gathered.copy_(self._values)
         else:
-            self._work = _all_gather(self._gathered, self._values, async_op=True)
-        if values.is_cuda:
-            if self._work is not None:
-                self._work.wait()  # in the queue of the GPU
-            on_host = torch.empty_like(self._gathered, device="cpu", pin_memory=True)
-            self._gathered = on_host.copy_(self._gathered, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
+            self._work = _all_gather(gathered, self._values, async_op=True)
+        if self._work is not None and values.is_cuda:
+            self._work.wait()  # in the queue of the GPU
+            self._work = None
+        self._read = copy_to_host(gathered)
 
     def read(self) -> Tensor:
         """Return the values of all ranks on the host, (W, …), ordered by rank."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        elif self._work is not None:
+        if self._work is not None:
             self._work.wait()
-        return self._gathered.view(self._shape)
+        return self._read().view(self._shape)
 
 
 _known_rows: ContextVar[Sequence[int]] = ContextVar("_known_rows", default=())

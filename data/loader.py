@@ -273,7 +273,7 @@ class Loader:
             if (
                 self.order.groups > 1 and attempt < _NEARBY
             ):  # another shard would be downloaded for one sample
-                choices = self.shards.of_same_shard(sample_id)
+                choices = self.shards.find_shard_samples(sample_id)
             chosen = choices[int(substitutes.integers(len(choices)))]
         last = part.bad[-1]
         raise BatchError(

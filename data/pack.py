@@ -406,7 +406,7 @@ def _pack_sample(
 ) -> _Packed | str:
     captions = list(dict.fromkeys(texts))
     try:
-        split = read_split(fields, of_file=split)
+        split = read_split(fields, file_split=split)
         data = samples.read(i, "")
         if len(data) > LARGEST_FILE:
             raise DataError(f"file of more than {LARGEST_FILE // 2**20} MiB")

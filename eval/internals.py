@@ -69,18 +69,24 @@ def analyze_tower(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
         maps: list[list[Tensor]] = []
         sums, count = None, 0
         for part in images.split(_images_at_a_time(model, images)):
-            own: list[Tensor] = []
-            with watch_attention(model, lambda _, weights, own=own: own.append(weights)):  # type: ignore[misc]
+            attentions: list[Tensor] = []
+            with watch_attention(model, lambda _, weights, attentions=attentions: attentions.append(weights)):  # type: ignore[misc]
                 encode_all_tokens(model, part)
-            if not own or own[0].shape[0] != len(part) or own[0].shape[-1] != own[0].shape[-2]:
+            if (
+                not attentions
+                or attentions[0].shape[0] != len(part)
+                or attentions[0].shape[-1] != attentions[0].shape[-2]
+            ):
                 return found  # attention within windows
-            distances = torch.stack([attention_distances(one, images.shape[-1]) for one in own]).cpu()
+            distances = torch.stack(
+                [attention_distances(attention, images.shape[-1]) for attention in attentions]
+            ).cpu()
             sums, count = distances + (0 if sums is None else sums), count + len(part)
             if sum(map(len, maps)) < shown:
-                maps.append(list(roll_out(own, class_token=reads_class_token(model)).cpu()))
+                maps.append(list(roll_out(attentions, class_token=reads_class_token(model)).cpu()))
     assert sums is not None
     found.distances = sums / count
-    found.rollouts = torch.stack([one for part in maps for one in part][:shown])
+    found.rollouts = torch.stack([image_map for part in maps for image_map in part][:shown])
     return found
 
 

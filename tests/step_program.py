@@ -1,4 +1,4 @@
-"""``train.py`` as rank 0 of many that do not exist; prints the messages and host reads of one step as JSON.
+"""``train.py`` as rank 0 of many simulated ranks; prints the messages and host reads of one step as JSON.
 
 python -m tests.step_program RANKS [key=value …]
 """

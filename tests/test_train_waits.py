@@ -37,7 +37,7 @@ def events(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) ->
     chosen = {setting.partition("=")[0]: setting for setting in SETTINGS}
     more = (
         f"data.train={data}", f"out={out}", f"batch_size={2 * ranks}", "log.every_steps=100", "steps=6",
-        "checkpoint.compare_every_steps=0",  # messages to ranks that do not exist arrive with any content
+        "checkpoint.compare_every_steps=0",  # messages of simulated ranks have any content
     )  # fmt: skip
     chosen |= {setting.partition("=")[0]: setting for setting in (*more, *settings)}
     environment = {"CLIPKIT_CACHE": str(data.parent / "cache")}

@@ -118,7 +118,7 @@ def write_clip_tokenizer(folder: Path) -> list[str]:
     )
 
     merges = read_merges()
-    vocabulary = {token: number for number, token in enumerate([*list_tokens(), START, END])}
+    vocabulary = {token: i for i, token in enumerate([*list_tokens(), START, END])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=END, end_of_word_suffix="</w>"))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]

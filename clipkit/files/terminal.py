@@ -103,13 +103,13 @@ class CountProgress:
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-            of_total = "/{task.total:,}" if total is not None else ""
+            suffix = "/{task.total:,}" if total is not None else ""
             self._bar = Progress(
                 TextColumn("{task.description}"),
                 BarColumn(
                     bar_width=16
                 ),  # a line of the terminal's full width could not be erased after Ctrl-C
-                TextColumn("{task.completed:,}" + of_total),
+                TextColumn("{task.completed:,}" + suffix),
                 TextColumn("{task.fields[note]}"),
                 *((TimeRemainingColumn(compact=True),) if total is not None else ()),
                 console=Console(file=sys.stderr, highlight=False),

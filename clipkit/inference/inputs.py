@@ -12,7 +12,6 @@ import os
 import shutil
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -20,7 +19,8 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from clipkit.errors import DataError, nearest
+from clipkit.config import DataConfig, load_config
+from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files.patterns import user_path
 from clipkit.samples.base import Samples, is_json, value_at
 from clipkit.samples.folders import read_file
@@ -263,12 +263,10 @@ def recorded_members(origin: str) -> tuple[str, tuple[str, ...]]:
     """Return ``data.image`` and ``data.captions`` of a model's training by its origin; "" and () if unknown."""
     checkpoint = origin.removeprefix("clipkit checkpoint ")
     try:
-        config = tomllib.loads((Path(checkpoint) / "config.toml").read_text(encoding="utf-8"))["data"]
-        image = str(config["image"]).lower()
-        captions = tuple(map(str, config["captions"]))
-    except (OSError, ValueError, KeyError, TypeError):  # not a checkpoint, or one of an earlier version
+        data = load_config(Path(checkpoint) / "config.toml").data
+    except ConfigError:  # not a checkpoint, or one of an earlier version
         return "", ()
-    return image, () if captions == ("txt",) else captions
+    return data.image.lower(), () if data.captions == DataConfig().captions else data.captions
 
 
 def _check_names(samples: Samples, source: str, image: str, captions: Sequence[str]) -> None:

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from clipkit.distributed import copy_to_host
+from clipkit.model.towers import widest_dtype
 from clipkit.training.checkpoint import LoopState
 
 LAG = {"cuda": 2}  # steps of which the host does not read the outcome yet, by type of device; 0 on others
@@ -73,9 +75,8 @@ class Outcome:
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
     totals: Callable[[], dict[str, int]]
-    values: Tensor
+    values: Callable[[], Tensor]
     ids: Tensor
-    arrived: torch.cuda.Event | None
 
 
 class Decisions:
@@ -91,10 +92,9 @@ class Decisions:
     """
 
     def __init__(self, state: LoopState, *, device: torch.device, factor: float) -> None:
-        self._cuda = device.type == "cuda"
         self._lag = LAG.get(device.type, 0)
         self._factor = factor
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+        dtype = widest_dtype(device)
         self._usual_norm = torch.tensor(state.usual_norm, dtype=dtype, device=device)
         self._failed = torch.tensor(False, device=device)
         self.updates = torch.tensor(state.step - state.skipped, dtype=dtype, device=device)
@@ -126,14 +126,7 @@ class Decisions:
             totals: see ``clipkit.distributed.start_totals``.
             ids: numbers of this rank's samples.
         """
-        values = self._values
-        arrived = None
-        if self._cuda:
-            values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            values.copy_(self._values, non_blocking=True)
-            arrived = torch.cuda.Event()
-            arrived.record()
-        self._pending.append(_Pending(totals=totals, values=values, ids=ids, arrived=arrived))
+        self._pending.append(_Pending(totals=totals, values=copy_to_host(self._values), ids=ids))
 
     def next_outcome(self, *, wait: bool) -> Outcome | None:
         """Return the outcome of the first step that was not returned yet, or None.
@@ -144,9 +137,7 @@ class Decisions:
         if len(self._pending) <= (0 if wait else self._lag):
             return None
         entry = self._pending.popleft()
-        if entry.arrived is not None:
-            entry.arrived.synchronize()
-        loss, norm, usual_norm, failed, spike = entry.values.tolist()
+        loss, norm, usual_norm, failed, spike = entry.values().tolist()
         return Outcome(
             totals=entry.totals(),
             loss=loss,

@@ -98,13 +98,16 @@ class AveragedWeights:
         """Exchange values in place, since FSDP and DDP hold the memory of the weights; many at a time, since a GPU
         starts each operation separately."""
         pairs = list(zip(self._local_parts(self._weights), self._local_parts(self._averages), strict=True))
-        while pairs:
-            size, taken = 0, 0
-            while taken < len(pairs) and (size := size + pairs[taken][0].nbytes) <= _SWAPPED_BYTES:
-                taken += 1
-            taken = max(1, taken)
-            weights, averages = map(list, zip(*pairs[:taken], strict=True))
-            pairs = pairs[taken:]
+        chunks: list[tuple[list[Tensor], list[Tensor]]] = []
+        size = 0
+        for weight, average in pairs:
+            size += weight.nbytes
+            if not chunks or size > _SWAPPED_BYTES:
+                chunks.append(([], []))
+                size = weight.nbytes
+            chunks[-1][0].append(weight)
+            chunks[-1][1].append(average)
+        for weights, averages in chunks:
             copies = [torch.empty_like(weight) for weight in weights]
             torch._foreach_copy_(copies, weights)
             torch._foreach_copy_(weights, averages)

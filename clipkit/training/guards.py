@@ -337,7 +337,8 @@ class StopRequest:
             numbers = os.read(self._arrived, 4096)  # of other signals too, such as SIGCHLD
             self._signalled |= any(signal.getsignal(signal_number) == self._ask for signal_number in numbers)
             if signal.SIGTERM in numbers and not self._terminated:
-                self._terminated, self._reacted = True, time.monotonic()
+                self._terminated = True
+                self._reacted = time.monotonic()
         return self._signalled or self.agreed
 
     def begin_step(self) -> None:

@@ -152,15 +152,15 @@ class StepMetrics:
             return ""
         fraction = self._waited / self._elapsed
         computing = self._elapsed - self._waited
-        made = self._made
-        reading = self._read / made if made else 0.0
+        make_seconds = self._made
+        reading = self._read / make_seconds if make_seconds else 0.0
         self._waited = self._elapsed = self._read = self._made = 0.0
         self._warned = fraction > _STARVED
         if not self._warned:
             return ""
         line = f"training spent {fraction:.0%} of its time waiting for data; "
-        if made and computing:
-            line += f"about {math.ceil(made / computing)} loader processes per rank would keep up; "
+        if make_seconds and computing:
+            line += f"about {math.ceil(make_seconds / computing)} loader processes per rank would keep up; "
         if reading > 0.5:
             return line + (
                 f"reading from {sources} takes {reading:.0%} of the time per batch: use faster storage, set "

@@ -18,7 +18,14 @@ from clipkit.model.clip import CLIP
 from clipkit.model.cpu import open_core_pool
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
-from clipkit.training.parallel import gather_stack, is_sharded, local_part, shard_stack, sums_over_parts
+from clipkit.training.parallel import (
+    gather_stack,
+    is_sharded,
+    local_part,
+    shard_stack,
+    split_evenly,
+    sums_over_parts,
+)
 
 Groups = list[dict[str, Any]]
 StateShapes = Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -218,27 +225,25 @@ class MuonWithAdamW(Uncompiled):
             matrices[chunk] = orthogonalize(matrices[chunk])
 
         def update(chunk: slice) -> None:
-            _update_matrices([local_part(parameter) for parameter in parameters[chunk]], steps[chunk])
+            weights = [local_part(parameter) for parameter in parameters[chunk]]
+            torch._foreach_mul_(weights, decay)
+            torch._foreach_add_(weights, list(steps[chunk].float().unbind()), alpha=-rate)
 
-        def _update_matrices(weights: list[Tensor], steps: Tensor) -> None:
-            decay = 1 - group["lr"] * group["weight_decay"]
-            torch._foreach_mul_(weights, decay if skip is None else torch.where(skip, 1.0, decay))
-            rate = group["lr"] * 0.2 * math.sqrt(max(first.shape))
-            torch._foreach_add_(weights, list(steps.float().unbind()), alpha=-rate)
-
+        rate = group["lr"] * 0.2 * math.sqrt(max(first.shape))
+        decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+        if skip is not None:
+            decay = torch.where(skip, 1.0, decay)
+        parts = split_evenly(count, world_size())
+        part = parts[rank()]
         # small products do not scale to all cores
         with open_core_pool(torch.get_num_threads()) if on_cpu else nullcontext() as pool:
             run = map if pool is None else pool.map
-            deque(run(average, _slices(range(count), size)), maxlen=0)
+            deque(run(average, _chunk_slices(slice(0, count), size)), maxlen=0)
             matrices = gather_stack(first, directions)  # (N, A, B)
-            parts = [
-                range(count * i // world_size(), count * (i + 1) // world_size()) for i in range(world_size())
-            ]
-            part = parts[rank()]
-            deque(run(orthogonalize_chunk, _slices(part, size)), maxlen=0)
-            matrices = gather_rows(matrices[part.start : part.stop], [len(part) for part in parts])
+            deque(run(orthogonalize_chunk, _chunk_slices(part, size)), maxlen=0)
+            matrices = gather_rows(matrices[part], [part.stop - part.start for part in parts])
             steps = shard_stack(first, matrices)  # (N, a, B)
-            deque(run(update, _slices(range(count), size)), maxlen=0)
+            deque(run(update, _chunk_slices(slice(0, count), size)), maxlen=0)
 
     def _average_gradients(self, parameters: list[Tensor], skip: Tensor | None, *, out: Tensor) -> None:
         """Update the momentum, and write the direction of each local part to ``out`` (N, a, B)."""
@@ -255,9 +260,9 @@ class MuonWithAdamW(Uncompiled):
         torch._foreach_copy_(averages, updated)
 
 
-def _slices(indices: range, size: int) -> Iterator[slice]:
-    for start in range(indices.start, indices.stop, size):
-        yield slice(start, min(start + size, indices.stop))
+def _chunk_slices(part: slice, size: int) -> Iterator[slice]:
+    for start in range(part.start, part.stop, size):
+        yield slice(start, min(start + size, part.stop))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:
@@ -266,11 +271,11 @@ def orthogonalize(matrices: Tensor) -> Tensor:
     Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon.
     """
     if len(matrices) == 1:  # on a CPU as torch computes it, bit for bit
-        return _iterate(matrices[0], torch.addmm)[None]
-    return _iterate(matrices, torch.baddbmm)
+        return _iterate_newton_schulz(matrices[0], torch.addmm)[None]
+    return _iterate_newton_schulz(matrices, torch.baddbmm)
 
 
-def _iterate(matrices: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
+def _iterate_newton_schulz(matrices: Tensor, multiply: Callable[..., Tensor]) -> Tensor:
     a = 3.4445
     b = -4.7750
     c = 2.0315

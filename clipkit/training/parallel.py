@@ -312,6 +312,11 @@ def clip_gradients(model: CLIP, limit: float) -> Tensor:
     return norm
 
 
+def split_evenly(count: int, parts: int) -> list[slice]:
+    """Divide ``count`` rows into consecutive parts, whose sizes differ by at most one."""
+    return [slice(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
 @torch.no_grad()
 def put(target: Tensor, value: Tensor) -> None:
     """Copy a whole tensor into one of the same shape that may be sharded."""
@@ -319,17 +324,6 @@ def put(target: Tensor, value: Tensor) -> None:
         target.to_local().copy_(value[_local_rows(target)])
     else:
         target.copy_(value)
-
-
-def sharded_like(target: Tensor, value: Tensor) -> Tensor:
-    """Shard a whole tensor, which all ranks have, as ``target`` is sharded; without communication."""
-    if not is_sharded(target):
-        return value
-    from torch.distributed.tensor import DTensor
-
-    rows = value[_local_rows(target)].to(target.device)
-    layout = target.device_mesh, target.placements
-    return DTensor.from_local(rows, *layout, run_check=False, shape=value.shape, stride=value.stride())
 
 
 def _local_rows(tensor: "DTensor") -> slice:

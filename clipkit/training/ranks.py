@@ -123,7 +123,9 @@ class WeightComparison:
         self._pending = None
         if odd := find_odd_ranks(gathering.read().tolist(), self._shards):
             names = name_ranks()
-            differing = [names[i] for i in odd[:_SHOWN]] + [f"{len(odd) - _SHOWN} more"] * (len(odd) > _SHOWN)
+            differing = [names[i] for i in odd[:_SHOWN]]
+            if len(odd) > _SHOWN:
+                differing.append(f"{len(odd) - _SHOWN} more")
             others = "those of the other ranks" if len(odd) < len(names) else "each other"
             raise ClipkitError(
                 f"after step {step} the weights of {' and '.join(differing)} differ from {others}: memory or a "

@@ -38,7 +38,7 @@ from clipkit.objectives.distill import Teaching
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
-from clipkit.training.parallel import local_gradients
+from clipkit.training.parallel import local_gradients, split_evenly
 
 Loss = Callable[..., Tensor]
 
@@ -110,7 +110,7 @@ def cut_rows(inputs: Mapping[str, Any], i: int, parts: int) -> dict[str, Any]:
     """Return part ``i`` of the rows of each argument; the sizes of parts differ by at most one."""
     cut = {}
     for name, rows in inputs.items():
-        cut[name] = rows[len(rows) * i // parts : len(rows) * (i + 1) // parts]
+        cut[name] = rows[split_evenly(len(rows), parts)[i]]
     return cut
 
 

@@ -62,7 +62,7 @@ class Shards(OpenShards[SelectedShard]):
         """Return 16 hexadecimal digits that change with the set of samples or its order."""
         return self.manifest.fingerprint
 
-    def of_same_shard(self, sample_id: int) -> range:
+    def find_shard_samples(self, sample_id: int) -> range:
         """Return the samples of the shard of a sample."""
         shard, within = self._position(sample_id)
         first = sample_id - within

@@ -92,7 +92,7 @@ def _open_pairs(
                 raise DataError("no caption")
             if not path.is_file():
                 raise DataError("missing file")
-            row_split = read_split(fields, of_file=split if is_whole_split else "") or TEST
+            row_split = read_split(fields, file_split=split if is_whole_split else "") or TEST
         except DataError as error:
             bad[str(error)] += 1
             continue

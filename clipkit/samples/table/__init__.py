@@ -300,7 +300,7 @@ def _is_image_type(kind: Any) -> bool:
     return kind is not None and not is_list and has_bytes(kind)
 
 
-def read_split(fields: Mapping[str, Any], *, of_file: str = "") -> str:
+def read_split(fields: Mapping[str, Any], *, file_split: str = "") -> str:
     """Return the split that the column ``split`` of a row states, such as "val" for "dev".
 
     Without this column, the row is in the split of the file, which may be "".
@@ -312,9 +312,9 @@ def read_split(fields: Mapping[str, Any], *, of_file: str = "") -> str:
     if isinstance(value, list):
         raise DataError("its rows are in several splits")
     word = str(value or "").strip().lower()
-    split = select_split(word) or word or of_file
-    if of_file and split != of_file:
-        raise DataError(f"its split is {split!r}, and that of its file {of_file!r}")
+    split = select_split(word) or word or file_split
+    if file_split and split != file_split:
+        raise DataError(f"its split is {split!r}, and that of its file {file_split!r}")
     return split
 
 
