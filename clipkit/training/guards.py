@@ -282,6 +282,7 @@ def find(model: nn.Module, compute: Callable[[], Features]) -> Finding:
 # Stopping: signals ask to save and exit, and a rank ends with its launcher.
 
 _PARENT_SECONDS = 0.2  # between two checks that the launcher is alive
+_ARRIVAL_SECONDS = 0.5  # within which a signal that was sent before the launcher died has arrived
 _STUCK_SECONDS = 20.0  # after SIGTERM until a rank that does not react is ended
 _PROBE_SECONDS = 1.0  # between two checks that it reacts
 
@@ -420,11 +421,15 @@ def end_with_launcher(parent: int, stop: StopRequest) -> None:
         os._exit(status)
 
     def watch() -> None:
-        while stop.leaving() or launcher is None or os.getppid() == launcher:
+        while True:
+            has_died = launcher is not None and os.getppid() != launcher
+            if has_died:
+                time.sleep(_ARRIVAL_SECONDS)
+            if not stop.leaving() and has_died:
+                end()
             if stop.is_stuck():
                 end("SIGTERM while waiting for another rank", status=128 + signal.SIGTERM)
             time.sleep(_PARENT_SECONDS)
-        end()
 
     # if torchrun died before ``parent`` was read, its store on this host is closed
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.get("GROUP_RANK") == "0":

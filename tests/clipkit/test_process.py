@@ -88,7 +88,7 @@ def orphan(how: str, *, number: int = 0, **environment: str) -> tuple[int, str]:
     launcher.kill()
     launcher.wait()
     try:
-        _, said = launcher.communicate(timeout=2)  # returns when the rank closes its pipe
+        _, said = launcher.communicate(timeout=3)  # returns when the rank closes its pipe
     except subprocess.TimeoutExpired:
         os.kill(rank, signal.SIGKILL)  # it is still running
         launcher.communicate()

@@ -124,8 +124,12 @@ def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
     matrices = 4 * sum(
         p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".resblocks." in f".{name}"
     )
-    gathered = communication_of(replace(work, sharding="full", optimizer="muon"))
-    assert gathered.weights - sharded.weights == 3 / 4 * matrices
+    divided = communication_of(replace(work, sharding="full", optimizer="muon"))
+    assert divided.weights == sharded.weights
+    # directions, and updates of 7 matrices of each shape, which are padded to 8; both in half precision
+    layers = sum(len(transformer.blocks) for transformer in model.transformers.values())
+    assert layers == 7
+    assert divided.gradients - sharded.gradients == 3 / 4 * matrices / 2 * (1 + 8 / 7)
     in_float32 = communication_of(replace(work, sharding="full", bf16=False)).weights - sharded.weights
     assert 3 / 4 * matrices < in_float32 < 1.01 * 3 / 4 * matrices
     model.visual.requires_grad_(False)
