@@ -57,9 +57,10 @@ class Workers(Generic[T]):
         self._earlier = signal.getsignal(signal.SIGCHLD)
         self._processes: list[BaseProcess] = []
         others = set(multiprocessing.active_children())
-        # A forked worker must not finalize garbage of the trainer: the end of a CUDA event would abort the worker.
-        gc.collect()
-        gc.freeze()
+        if loader.num_workers:
+            # A forked worker must not finalize garbage of the trainer: the end of a CUDA event would abort the worker.
+            gc.collect()
+            gc.freeze()
         try:
             self._iterator = iter(loader)
         finally:
