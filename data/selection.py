@@ -21,8 +21,7 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile
-from data.captions import TEXT, CaptionRule, Fields, json_members
-from data.filters import Filter, parse_number
+from data.captions import TEXT, CaptionRule, Fields, Filter, json_members, parse_number
 from data.scores.table import Scores
 
 OUTSIDE = "outside data.fraction"  # why a sample is not used

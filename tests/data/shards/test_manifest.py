@@ -18,8 +18,7 @@ from hypothesis import given, settings, strategies as st
 from clipkit.errors import DataError
 from clipkit.samples.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
 from clipkit.samples.remote.store import ShardFile
-from data.captions import CaptionRule
-from data.filters import Filter
+from data.captions import CaptionRule, Filter
 from data.selection import SelectedShard, Selection
 from data.shards import manifest
 from data.shards.manifest import Manifest, make_manifest
