@@ -40,7 +40,7 @@ from clipkit.training.log import Log, describe_model, describe_start
 from clipkit.training.ranks import WeightComparison
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
-from data.batch import small_stages
+from data.loader import small_stages
 from eval import Members, Ranks, Scorer, check_image, check_tasks, find_targets
 from eval.report import build_report
 

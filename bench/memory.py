@@ -30,8 +30,7 @@ import webdataset
 from PIL import Image
 
 from clipkit.model.tokenizer import ClipTokenizer
-from data.captions import CaptionRule
-from data.filters import Filter
+from data.captions import CaptionRule, Filter
 from data.loader import Loader
 from data.order import Order
 from data.selection import Selection

@@ -189,7 +189,7 @@ def _add_option(parser: argparse._ActionsContainer, declared: Field[Any], hint: 
     # values that are not given are left to the dataclass
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help_text(declared, is_repeated)}
     if kind is bool and declared.default is None:
-        keywords["action"] = argparse.BooleanOptionalAction
+        keywords["action"] = _SwitchOnce
     elif kind is bool:
         keywords["action"] = "store_false" if declared.default else "store_true"
     else:
@@ -224,6 +224,18 @@ class _StoreOnce(argparse.Action):
         if hasattr(namespace, self.dest):
             parser.error(f"{flag} is given twice: {getattr(namespace, self.dest)} and {values}")
         setattr(namespace, self.dest, values)
+
+
+class _SwitchOnce(argparse.BooleanOptionalAction):
+    """Store whether ``--NAME`` or ``--no-NAME`` was given; both are an error."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        is_on = not flag.startswith("--no-")
+        if getattr(namespace, self.dest, is_on) != is_on:
+            parser.error(f"{' and '.join(self.option_strings)} exclude each other")
+        setattr(namespace, self.dest, is_on)
 
 
 def _add_values(keywords: dict[str, Any], declared: Field[Any], kind: type, several: bool) -> None:

@@ -257,7 +257,7 @@ def download(
     try:
         out.mkdir(parents=True, exist_ok=True)
         _check_options(out, paths, options, fetch)
-        lock = FileLock(out / f".part-{part[0]}-of-{part[1]}.lock")
+        lock = FileLock(out / f".part-{part[0]}-of-{part[1]}.lock", optional=True)
         if not lock.try_acquire():
             raise DataError(f"{out}: {lock.holder or 'another process'} is downloading this part")
         try:
@@ -360,7 +360,7 @@ def _check_other_parts(out: Path, parts: int) -> None:
         index, _, others = path.stem.removeprefix(".part-").partition("-of-")
         if others == str(parts):
             continue
-        lock = FileLock(path)
+        lock = FileLock(path, optional=True)
         if not lock.try_acquire():
             raise ConfigError(
                 f"{out}: {lock.holder or 'another process'} is downloading part {index}/{others}: use the same "

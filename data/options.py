@@ -286,6 +286,10 @@ class DownloadCommand:
 class IndexOptions(CaptionOptions, ImageOptions, SourcesOptions):
     """Index shards in advance, so that training starts immediately."""
 
+    filters: tuple[str, ...] = setting(
+        (),
+        "count the samples that pass a filter such as 'width >= 256', for training with it (as data.filters)",
+    )
     cache_gb: float = _cache_setting(0.0, "reads only their headers")
     truncated: str = setting(
         "error",

@@ -527,7 +527,12 @@ def pack_into_cache(sources: Sequence[Path] | Sequence[ShardFile], split: str = 
     paths = [source for source in sources if isinstance(source, Path)]
     facts = [f"{file.url}\0{file.size} {file.version}" for file in remote]
     for path in map(Path.absolute, paths):
-        files = files_below(path) if path.is_dir() else [(path, "")]
+        files = [(path, "")]
+        if path.is_dir():
+            files = [*files_below(path)]
+            class_names = path.parent / CLASS_NAMES  # of all splits
+            if class_names.is_file():
+                files.append((class_names, ""))
         for file, _ in files:
             try:
                 status = file.stat()
@@ -556,6 +561,8 @@ def pack_into_cache(sources: Sequence[Path] | Sequence[ShardFile], split: str = 
             "`python -m data pack` writes them to another folder",
             file=sys.stderr,
         )
+        if are_ids(report.classes):
+            print(_warn_of_ids(report), file=sys.stderr)
 
     try:
         created_once(folder, make, name=f"the shards of {title}")
@@ -606,12 +613,16 @@ def run_pack(options: PackCommand) -> int:
     return 0
 
 
+def _warn_of_ids(report: PackReport) -> str:
+    return (
+        f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "
+        f"names of classes into {CLASS_NAMES} in the folder, one per line in the order of the folders"
+    )
+
+
 def _list_remarks(report: PackReport, *, keep_orientation: bool, background: str | None) -> Iterator[str]:
     if are_ids(report.classes):
-        yield (
-            f"warning: the captions are names of folders that look like ids, such as {report.classes[0]!r}: write "
-            f"names of classes into {CLASS_NAMES} in the folder, one per line in the order of the folders"
-        )
+        yield _warn_of_ids(report)
     if report.fields:
         names = [name if name == column else f"{column} as {name}" for column, name in report.fields.items()]
         yield f"stored as fields for data.filters and data.captions: {join_names(names)}"

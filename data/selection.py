@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,8 +22,7 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile
-from data.captions import TEXT, CaptionRule, Fields, json_members
-from data.filters import Filter, parse_number
+from data.captions import TEXT, CaptionRule, Fields, Filter, json_members, parse_number
 from data.scores.table import Scores
 
 OUTSIDE = "outside data.fraction"  # why a sample is not used
@@ -192,6 +192,22 @@ class Selection:
         return ""
 
 
+def _choice_path(file: ShardFile, index: ShardIndex, selection: Selection) -> Path:
+    return index_path(file).with_suffix(f".{index.digest}.{selection.identity}")
+
+
+def choose_unread(file: ShardFile, index: ShardIndex, selection: Selection) -> Chosen | None:
+    """Return the used samples of a shard if its index decides, or if they are stored; None if it must be read."""
+    if not selection.reads_json:
+        return selection.choose(index, lambda row: {}, shard=file.name)
+    with suppress(KeyError, TypeError):
+        stored = read_arrays(_choice_path(file, index, selection))
+        if stored is not None:
+            about, arrays = stored
+            return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
+    return None
+
+
 class SelectedShard(Shard):
     """An open shard with a selection of its samples.
 
@@ -221,14 +237,9 @@ class SelectedShard(Shard):
         return int(self.chosen.captions[index])
 
     def _choose(self, selection: Selection) -> Chosen:
-        if not selection.reads_json:
-            return selection.choose(self.index, lambda row: {}, shard=self.file.name)
-        path = index_path(self.file).with_suffix(f".{self.index.digest}.{selection.identity}")
-        with suppress(KeyError, TypeError):
-            stored = read_arrays(path)
-            if stored is not None:
-                about, arrays = stored
-                return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
+        stored = choose_unread(self.file, self.index, selection)
+        if stored is not None:
+            return stored
         scores: list[dict[str, Any]] = []
         if selection.scores is not None:
             scores = selection.scores.rows(self.index, self.shown, selection.filters)
@@ -243,5 +254,6 @@ class SelectedShard(Shard):
         chosen = selection.choose(self.index, content, shard=self.file.name)
         arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
         with suppress(OSError):
+            path = _choice_path(self.file, self.index, selection)
             write_arrays(path, {"dropped": chosen.dropped}, arrays)
         return chosen

@@ -5,7 +5,7 @@ from itertools import chain
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.samples import MissingSplit, find_source, has_captions
+from clipkit.samples import FolderSamples, MissingSplit, find_source, has_captions
 from clipkit.samples.remote import ShardFile
 from data.corpora.builtin import BUILTIN, built_in
 
@@ -27,10 +27,10 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
         raise
     if files.format == "shards":
         return list(files.files)
-    if files.format == "images" and (files.folder is None or not has_captions(files.folder)):
+    if files.format == "images" and not _is_labeled(files.folder):
         raise DataError(
             f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
-            "and captions into a table; `python -m data pack` packs images in one folder per class"
+            "and captions into a table, or move the images into a folder for each class"
         )
     from data.pack import (  # imports libraries that training on shards does not need
         has_split_column,
@@ -51,6 +51,11 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
         return list(find_source(str(folder), split=split).files)
     except MissingSplit as error:
         raise MissingSplit(str(error).replace(str(folder), source)) from error
+
+
+def _is_labeled(folder: Path | None) -> bool:
+    """Whether the images of a folder have captions, or are in a subfolder for each class."""
+    return folder is not None and (has_captions(folder) or bool(FolderSamples(folder).class_names))
 
 
 def find_all_shards(sources: Iterable[str], *, split: str = "train") -> list[ShardFile]:

@@ -23,8 +23,7 @@ from tokenizers import (
 from clipkit.errors import DataError
 from clipkit.files import CountProgress
 from clipkit.samples.remote import shard_cache
-from data.captions import CaptionRule
-from data.filters import Filter
+from data.captions import CaptionRule, Filter
 from data.options import TokenizerOptions
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest

@@ -27,7 +27,7 @@ from clipkit.samples.folders import read_file
 from clipkit.samples.remote import shard_cache
 from clipkit.samples.sources import CACHE_GB, FORMATS, OpenOptions, Source, find_sources
 from clipkit.samples.table import CAPTION_COLUMNS, find_column, is_table
-from clipkit.samples.table.captions import usable_texts
+from clipkit.samples.table.base import usable_texts
 
 MAX_LINE = 2**20  # limit for a line of a list of texts, in characters
 _EXAMINED = 100  # samples in which named members are looked for

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clipkit.errors import DataError
-from clipkit.samples.image_types import ARRAY_MEMBERS, IMAGE_EXTENSIONS
+from clipkit.samples.formats import ARRAY_MEMBERS, IMAGE_EXTENSIONS
 
 _IMAGES = frozenset(IMAGE_EXTENSIONS)
 

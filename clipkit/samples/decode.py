@@ -40,8 +40,15 @@ from clipkit.samples.depth import (
     refuse_deep_alpha,
     samples_per_pixel,
 )
-from clipkit.samples.formats import MAX_PIXELS, MAX_TILE, read_bands, refuse_too_large, register_heif
-from clipkit.samples.image_types import describe_unreadable, image_format
+from clipkit.samples.formats import (
+    MAX_PIXELS,
+    MAX_TILE,
+    describe_unreadable,
+    image_format,
+    read_bands,
+    refuse_too_large,
+    register_heif,
+)
 from clipkit.samples.traits import (
     PILLOW_ERRORS,
     Decoding,

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from clipkit.errors import DataError
-from clipkit.samples.image_types import check_image
+from clipkit.samples.formats import check_image
 
 # Common names of the folders and files of splits, case-insensitive.
 SPLIT_NAMES = {

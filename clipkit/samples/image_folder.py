@@ -20,7 +20,7 @@ from typing import IO, Any
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import SPLIT_WORDS, files_below, images_below, is_hidden, read_file
-from clipkit.samples.image_types import check_image
+from clipkit.samples.formats import check_image
 from clipkit.samples.table import NAMED_SUFFIXES, SUFFIXES, Row, Table, plain_name
 
 CLASS_NAMES = "classnames.txt"

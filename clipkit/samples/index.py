@@ -26,7 +26,7 @@ import numpy.typing as npt
 from clipkit.errors import DataError
 from clipkit.files import write_atomic
 from clipkit.samples.base import find_image
-from clipkit.samples.image_types import IMAGE_EXTENSIONS
+from clipkit.samples.formats import IMAGE_EXTENSIONS
 from clipkit.samples.remote.cache import index_folder
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import TruncatedError, list_tar_files, sample_name

@@ -17,12 +17,13 @@ from clipkit.model import CONTEXT_LENGTH
 from clipkit.samples import STRETCH, Decoding
 from clipkit.samples.remote import ShardCache
 from data.augment import Augmentation, random_of
-from data.captions import NOT_UTF8, TEXT, CaptionRule, field_hint, leaf_fields
-from data.filters import Filter
+from data.captions import NOT_UTF8, TEXT, CaptionRule, Filter, field_hint, leaf_fields
 from data.inspect.findings import Captions, Field, Fields, Filtered, Findings, HeldOut, Histogram, Place
 from data.inspect.samples import (
+    FIRST_PLACES,
     Sample,
     SampleChecker,
+    ShardSurvey,
     explain_bad_start,
     image_digest,
     pick_bad,
@@ -31,7 +32,6 @@ from data.inspect.samples import (
     summarize_images,
     token_counts,
 )
-from data.inspect.shards import FIRST_PLACES, ShardSurvey
 from data.options import InspectOptions
 from data.selection import Selection
 

@@ -23,7 +23,7 @@ from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import printable
 from clipkit.samples import ShardIndex
 from clipkit.samples.remote import cache_folder
-from data.filters import Filter
+from data.captions import Filter
 
 COLUMNS = {
     "clip": "cosine similarity of image and caption",

@@ -34,6 +34,7 @@ from clipkit.samples import (
     IMAGE_EXTENSIONS,
     INDEX_VERSION,
     Shard,
+    ShardIndex,
     Strings,
     TruncatedError,
     decode_text,
@@ -50,9 +51,9 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text, shard_cache
-from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, join_names, leaf_fields
+from data.captions import TEXT, CaptionRule, Fields, Filter, field_hint, is_utf8, join_names, leaf_fields
 from data.options import IndexOptions
-from data.selection import OUTSIDE, SelectedShard, Selection
+from data.selection import OUTSIDE, Chosen, SelectedShard, Selection, choose_unread
 
 # --------------------------------------------------------------------------------------------------------------
 # Reject names of json fields that no sample has, before training finds only bad samples. One sample with the
@@ -325,7 +326,7 @@ def _count_shards(
         most = _LOOKED_REMOTE if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS - 1
         others = _open_some(shards[1:], selection, cache, most=most)
         reject_unknown_captions(chain([first], others), selection.captions, cache)
-    yield 0, _census_of(first)
+    yield 0, _census_of(first.index, first.chosen)
     del first  # close it
     if len(shards) <= _ALONE:
         for index in range(1, len(shards)):
@@ -381,24 +382,27 @@ def _initialize_process() -> None:
 def _count(shard: ShardFile, selection: Selection, cache: ShardCache | None, stats: bool) -> Census:
     if selection.truncated == "use" and not shard.is_remote:
         stats = False  # it includes the samples that are cut off
-    if (
-        stats
-        and selection.counts_stated
-        and stored_index(shard) is None
-        and (recorded := _read_stated_count(shard)) is not None
-    ):
-        return Census(count=recorded, digest="", content="", dropped={}, members={})
-    return _census_of(SelectedShard(shard, selection, cache))
+    index = stored_index(shard, truncated=selection.truncated)
+    if index is None:
+        recorded = _read_stated_count(shard) if stats and selection.counts_stated else None
+        if recorded is not None:
+            return Census(count=recorded, digest="", content="", dropped={}, members={})
+    else:
+        chosen = choose_unread(shard, index, selection)
+        if chosen is not None:  # without opening the shard, which may have to be downloaded
+            return _census_of(index, chosen)
+    opened = SelectedShard(shard, selection, cache)
+    return _census_of(opened.index, opened.chosen)
 
 
-def _census_of(opened: SelectedShard) -> Census:
+def _census_of(index: ShardIndex, chosen: Chosen) -> Census:
     return Census(
-        count=len(opened),
-        digest=opened.index.digest,
-        content=opened.index.content,
-        dropped=opened.chosen.dropped,
-        members=dict(Counter(opened.index.names).most_common(_MAX_NAMES)),
-        truncated=bool(opened.index.truncated),
+        count=len(chosen),
+        digest=index.digest,
+        content=index.content,
+        dropped=chosen.dropped,
+        members=dict(Counter(index.names).most_common(_MAX_NAMES)),
+        truncated=bool(index.truncated),
     )
 
 
@@ -655,11 +659,13 @@ def make_manifest(
     rules = [selection.identity] if selection.truncated == "error" else [selection.identity, "use"]
     name = hashlib.sha256(json.dumps([_VERSION, [len(source) for source in sources], *rules]).encode())
     for shard in shards:
-        name.update(repr((shard.url, shard.size, shard.version)).encode())
+        name.update(f"{shard.identity}\n".encode("utf-8", "surrogateescape"))
     path = index_folder() / "manifest" / f"{name.hexdigest()[:32]}.manifest"
     stored = Manifest.load(path)
     if stored is not None and (stats or not stored.stated):
-        return stored
+        return replace(
+            stored, urls=Strings.of([shard.url for shard in shards])
+        )  # signatures may have changed
     if stats:
         _require_index(shards, selection)
     by_shard: dict[int, Census] = {}
@@ -727,8 +733,12 @@ def run_index(options: IndexOptions) -> int:
     sources = [find_shards(source, split=options.split) for source in options.sources]
     cache = shard_cache(options.sources, options.cache_gb)
     with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not options.quiet) as progress:
-        rule = CaptionRule(fields=options.captions)
-        selection = Selection(truncated=options.truncated, image=options.image, captions=rule)
+        selection = Selection(
+            filters=tuple(map(Filter.of, options.filters)),
+            captions=CaptionRule(fields=options.captions),
+            truncated=options.truncated,
+            image=options.image,
+        )
         try:
             manifest = make_manifest(sources, selection, cache=cache, progress=progress.show, stats=False)
         except TruncatedError as error:

@@ -326,7 +326,7 @@ class Encoder:
         waiting = f"dataset {dataset.name}: waiting for another process that is encoding it"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(path.with_suffix(".lock"))
+            lock = FileLock(path.with_suffix(".lock"), optional=True)
             if self.ranks.world > 1:
                 locked = lock.try_acquire()
             else:

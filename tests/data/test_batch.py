@@ -16,9 +16,8 @@ from PIL import Image
 
 from clipkit.batch import Batch
 from clipkit.model.tokenizer import ClipTokenizer
-from data.batch import caption_hash, ids_and_identities, token_lengths
 from data.captions import CaptionRule
-from data.loader import Loader
+from data.loader import Loader, caption_hash, ids_and_identities, token_lengths
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record
@@ -36,9 +35,7 @@ def test_different_captions_have_different_hashes(one: str, other: str) -> None:
 
 
 def test_caption_hashes_are_stable() -> None:
-    code = (
-        "from data.batch import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
-    )
+    code = "from data.loader import caption_hash; print(caption_hash('A  photo\\n of Straße '), caption_hash(''))"
     printed = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=60
     )

@@ -24,8 +24,7 @@ from data.augment import (
     require_nvjpeg,
     training_pixels,
 )
-from data.batch import LoaderBatch
-from data.loader import Loader
+from data.loader import Loader, LoaderBatch
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record

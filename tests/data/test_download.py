@@ -32,7 +32,7 @@ from clipkit.files import FileLock
 from data import web
 from data.__main__ import main
 from data.download import DownloadReport, download
-from data.inspect.shards import missing_numbers
+from data.inspect.samples import missing_numbers
 from data.options import DownloadOptions, FetchOptions, PackOptions
 from data.pack import pack
 from data.selection import Selection

@@ -14,8 +14,7 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.remote.store import ShardFile
 from clipkit.samples.tar import list_tar_files
-from data.captions import CaptionRule
-from data.filters import Filter
+from data.captions import CaptionRule, Filter
 from data.selection import Selection
 from data.shards.manifest import make_manifest
 from data.shards.samples import Shards

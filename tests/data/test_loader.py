@@ -24,9 +24,8 @@ from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.traits import Decoding
 from data.augment import Augmentation
-from data.batch import caption_hash
 from data.captions import CaptionRule
-from data.loader import Loader
+from data.loader import Loader, caption_hash
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record

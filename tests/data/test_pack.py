@@ -22,10 +22,9 @@ from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.table import Table
-from clipkit.samples.table.captions import LONGEST_CAPTION
+from clipkit.samples.table.base import LONGEST_CAPTION
 from data.__main__ import main
-from data.captions import CaptionRule
-from data.filters import Filter
+from data.captions import CaptionRule, Filter
 from data.options import PackOptions
 from data.pack import _draw_split, pack, pack_into_cache
 from data.selection import Selection

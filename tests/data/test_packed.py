@@ -233,6 +233,25 @@ def test_classes_of_each_split_are_packed(tmp_path: Path) -> None:
     ]
 
 
+def test_training_reads_images_by_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("train/n01440764/1.png", "train/n01443537/2.png", "test/n01443537/3.png"):
+        images((tmp_path / "set" / name).parent, 1)
+    images(tmp_path / "set/train", 1)
+    assert [text for text, _ in samples(tmp_path / "set")] == ["n01440764", "n01443537"]
+    said = capsys.readouterr().err
+    assert "1 bad row left out" in said
+    assert "warning: the captions are names of folders that look like ids, such as 'n01440764'" in said
+    for names in (["a cat", "a dog"], ["a lion", "a fox"]):  # packed again if the names change
+        (tmp_path / "set/classnames.txt").write_text("".join(f"{name}\n" for name in names))
+        assert [text for text, _ in samples(tmp_path / "set")] == sorted(names)
+        assert [text for text, _ in samples(tmp_path / "set", "test")] == names[1:]
+        assert len(open_dataset(tmp_path / "set", split="test")) == 1
+    assert "warning" not in capsys.readouterr().err
+    images(tmp_path / "flat/cat", 1)
+    images(tmp_path / "flat/dog", 1)
+    assert [text for text, _ in samples(tmp_path / "flat")] == ["cat", "dog"]
+
+
 def test_rows_of_another_split_than_their_file_are_bad(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     for split in ("train", "test"):

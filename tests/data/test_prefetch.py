@@ -17,8 +17,7 @@ from PIL import Image
 
 from clipkit.errors import DataError
 from clipkit.model.tokenizer import ClipTokenizer
-from data.batch import LoaderBatch
-from data.loader import DeviceBatches, InputSeconds, Loader
+from data.loader import DeviceBatches, InputSeconds, Loader, LoaderBatch
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record

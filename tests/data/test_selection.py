@@ -16,8 +16,7 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.samples.remote.store import ShardFile
-from data.captions import CaptionRule
-from data.filters import Filter
+from data.captions import CaptionRule, Filter
 from data.order import Order
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest

@@ -16,8 +16,7 @@ from PIL import Image
 from clipkit.batch import Batch
 from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
-from data.batch import Stage, stage_at
-from data.loader import Loader
+from data.loader import Loader, Stage, stage_at
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record

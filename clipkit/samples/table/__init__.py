@@ -28,16 +28,16 @@ from urllib.parse import unquote
 
 from clipkit.errors import DataError, nearest
 from clipkit.samples.folders import is_hidden, select_split
-from clipkit.samples.table.captions import find_texts
-from clipkit.samples.table.delimited import Delimited, safe_cell
-from clipkit.samples.table.formats import (
+from clipkit.samples.table.base import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     ColumnRequest,
     OpenFormat,
     find_column,
+    find_texts,
     plain_name,
 )
+from clipkit.samples.table.delimited import Delimited, safe_cell
 from clipkit.samples.table.json_rows import JsonLines, open_json
 from clipkit.samples.table.parquet import Parquet, has_bytes
 

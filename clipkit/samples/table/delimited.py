@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import TextIO
 
 from clipkit.errors import DataError
-from clipkit.samples.image_types import ARRAY_EXTENSIONS, IMAGE_SUFFIXES
-from clipkit.samples.table.formats import ColumnRequest, Format, Record
-from clipkit.samples.table.text import LONGEST, open_text
+from clipkit.samples.formats import ARRAY_EXTENSIONS, IMAGE_SUFFIXES
+from clipkit.samples.table.base import LONGEST, ColumnRequest, Format, Record, open_text
 
 # delimiters by suffix; of those with equally many known columns the first is used
 _DELIMITERS = {".csv": ",\t;|", ".tsv": "\t", ".tab": "\t", ".token": "\t", ".txt": "\t,;|"}

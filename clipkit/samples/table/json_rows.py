@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import TextIO
 
 from clipkit.errors import DataError
-from clipkit.samples.table.formats import ColumnRequest, Format, Record
-from clipkit.samples.table.text import LONGEST, open_text
+from clipkit.samples.table.base import LONGEST, ColumnRequest, Format, Record, open_text
 
 LARGEST = 2**29  # characters
 _JOINED = "captions"  # column of the captions of COCO's annotations

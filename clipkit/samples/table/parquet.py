@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 from clipkit.errors import DataError
 from clipkit.samples.base import Samples
 from clipkit.samples.remote import ShardCache, ShardFile
-from clipkit.samples.table.captions import parse_captions
-from clipkit.samples.table.formats import (
+from clipkit.samples.table.base import (
     CAPTION_COLUMNS,
     IMAGE_COLUMNS,
     ColumnRequest,
     Format,
     Record,
     find_column,
+    json_value,
+    parse_captions,
 )
-from clipkit.samples.table.values import json_value
 
 if TYPE_CHECKING:
     import pyarrow as pa

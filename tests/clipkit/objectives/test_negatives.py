@@ -20,9 +20,8 @@ from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.objectives.siglip import siglip_loss
 from clipkit.training.costs import flops_of_steps
 from clipkit.training.step import batch_loss
-from data.batch import caption_hash
 from data.captions import CaptionRule
-from data.loader import Loader
+from data.loader import Loader, caption_hash
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.writer import DatasetWriter, Record

@@ -10,7 +10,7 @@ from PIL import Image
 
 from clipkit.errors import DataError
 from clipkit.samples import decode_image, files_below, find_image, images_below
-from clipkit.samples.image_types import check_image
+from clipkit.samples.formats import check_image
 
 HEIC = b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"
 UNREADABLE = {

@@ -517,7 +517,7 @@ def test_remote_shards_are_read_in_parts_and_their_secrets_are_not_shown(
 def test_only_the_first_samples_of_large_remote_shards_are_read(
     nginx: servers.Nginx, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("data.inspect.shards._BEGINNING", 20_000)
+    monkeypatch.setattr("data.inspect.samples._BEGINNING", 20_000)
     for number in range(3):
         write_tar(tmp_path / "one.tar", pairs(100 * number, 60))
         nginx.put(f"large/{number:05d}.tar", (tmp_path / "one.tar").read_bytes())

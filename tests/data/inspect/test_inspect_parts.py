@@ -5,8 +5,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from clipkit.files.terminal import printable
 from data.inspect.findings import PERCENTILES, Histogram
-from data.inspect.samples import DeepValues, group_equal, summarize_deep, token_counts
-from data.inspect.shards import missing_numbers
+from data.inspect.samples import DeepValues, group_equal, missing_numbers, summarize_deep, token_counts
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, unique=True), st.integers(1, 6))

@@ -12,7 +12,7 @@ import pytest
 
 from clipkit.errors import ConfigError, DataError
 from data.__main__ import main
-from data.filters import Filter
+from data.captions import Filter
 from data.inspect.report import notes, render_page
 from data.inspect.survey import FieldSurvey
 from tests.data.inspected_tars import image_file, look, pairs, row, told, write_tar

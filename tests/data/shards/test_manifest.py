@@ -5,7 +5,7 @@ import os
 import shutil
 import time
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import DataError
 from clipkit.samples.index import ShardIndex, Strings, index_shard, pack_arrays, write_arrays
-from clipkit.samples.remote.store import ShardFile
-from data.captions import CaptionRule
-from data.filters import Filter
+from clipkit.samples.remote import ShardCache, ShardFile
+from data.__main__ import main
+from data.captions import CaptionRule, Filter
 from data.selection import SelectedShard, Selection
 from data.shards import manifest
-from data.shards.manifest import Manifest, make_manifest
+from data.shards.manifest import Census, Manifest, make_manifest
 from data.shards.samples import Shards
 
 
@@ -110,7 +110,46 @@ def test_shards_are_counted_once(tmp_path: Path, opened: list[str]) -> None:
     make_manifest(sources, Selection(captions=CaptionRule(fields=("a", "txt"))))
     os.utime(sources[1][0].url, ns=(5, 5))
     make_manifest([sources[0], [ShardFile.at(Path(sources[1][0].url))]], Selection())
-    assert len(opened) == 12
+    # of indexed shards only the first is opened
+    assert opened[3:] == ["0.tar", "0.tar", "0.tar", "0.tar"]
+
+
+def test_index_counts_the_samples_that_pass_filters(tmp_path: Path, opened: list[str]) -> None:
+    """Training with the same filters then opens only the first shard, also in a list of other shards."""
+    shards = [
+        write_shard(tmp_path / "a" / f"{i}.tar", 3 + i, json=b'{"width": %d}' % (i % 2)) for i in range(4)
+    ]
+    assert main(["index", str(tmp_path / "a"), "--filters", "width >= 1", "--quiet"]) == 0
+    assert opened == ["0.tar", "1.tar", "2.tar", "3.tar"]
+    selection = Selection(filters=(Filter.of("width >= 1"),))
+    assert make_manifest([shards], selection).counts.tolist() == [0, 4, 0, 6]
+    assert len(opened) == 4
+    some = make_manifest([shards[1:]], selection)
+    assert some.counts.tolist() == [4, 0, 6] and some.dropped == {"not width >= 1": 5}
+    assert opened[4:] == ["1.tar"]
+
+
+def test_signature_of_a_url_is_not_part_of_the_stored_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def signed(signature: str, version: str = "etag") -> ShardFile:
+        return ShardFile(url=f"https://h/0.tar?part=1&X-Amz-Signature={signature}", size=9, version=version)
+
+    counted: list[str] = []
+
+    def count(shards: Sequence[ShardFile], *_: Any, **__: Any) -> Iterator[tuple[int, Census]]:
+        counted.append(shards[0].url)
+        yield 0, Census(count=3, digest="d", content="c", dropped={}, members={})
+
+    monkeypatch.setattr(manifest, "take_census", count)
+    cache = ShardCache(tmp_path, 1)
+    for signature in ("first", "second"):
+        stored = make_manifest([[signed(signature)]], Selection(), cache=cache)
+        assert stored.shard(0) == signed(signature)  # the earlier signature may have expired
+    assert counted == [signed("first").url]
+    make_manifest([[signed("second", "other")]], Selection(), cache=cache)
+    make_manifest([[replace(signed("second"), url="https://h/0.tar?part=2")]], Selection(), cache=cache)
+    assert len(counted) == 3
 
 
 def test_digests_of_other_versions_of_the_index_are_not_compared() -> None:
@@ -146,7 +185,7 @@ def test_damaged_manifest_is_rebuilt(own_cache: Path, tmp_path: Path, opened: li
         assert Manifest.load(kept) is None and Manifest.from_bytes(damaged) is None
         opened.clear()
         assert values(make_manifest([shards], Selection())) == values(first)
-        assert len(opened) == 2 and kept.read_bytes() == content
+        assert opened == ["0.tar"] and kept.read_bytes() == content
 
 
 def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from clipkit.errors import DataError
 from clipkit.samples import value_at
-from data.captions import CaptionRule, leaf_fields
-from data.filters import Filter
+from data.captions import CaptionRule, Filter, leaf_fields
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
 from tests.data.json_shards import of_json, shard_of
