@@ -300,6 +300,5 @@ def classify(
 
 
 def _check_model(model: object) -> None:
-    """Raise TypeError unless ``model`` is a CLIP; arguments are easily swapped."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "tokenizer"):
         raise TypeError(f"model must be a CLIP, as returned by clipkit.load, not {type(model).__name__}")

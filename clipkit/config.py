@@ -150,7 +150,7 @@ class DataConfig(Section):
         "or a list of these.",
     )
     weights: tuple[float, ...] = setting(
-        (), "Fraction of each batch drawn from each source; empty: sources are concatenated."
+        (), "Fraction of each batch drawn from each source; empty: sources are concatenated.", _WEIGHTS
     )
     image: str = setting(
         "",
@@ -176,6 +176,7 @@ class DataConfig(Section):
     caption_weights: tuple[float, ...] = setting(
         (),
         "Relative frequency of each of data.captions, with data.caption_choice=weighted.",
+        _WEIGHTS,
         needs="caption_choice=weighted",
     )
     caption_templates: tuple[str, ...] = setting(
@@ -269,7 +270,6 @@ class DataConfig(Section):
             ("data.caption_weights", self.caption_weights, "data.captions", len(captions)),
         ):
             require(len(weights) in (0, count), name, weights, f"expected one for each of {of}: {count}")
-            require(all(weight > 0 for weight in weights), name, weights, "expected numbers above 0")
         require(bool(captions) and all(captions), "data.captions", captions, "expected at least one name")
         for name in captions:
             field = f"{name.removesuffix('.json')}.FIELD"
@@ -367,7 +367,6 @@ class PixelsConfig(Section):
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:
-    """Parse a setting that is a JSON object, or empty."""
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
@@ -947,10 +946,7 @@ class Config(Section):
         """Return notes on settings that may be unintentional, and the objective's note.
 
         Args:
-            step: number of updates so far.
-            samples: number of pairs in an epoch.
             layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
-            hosts: number of machines.
         """
         steps = self.steps
         optim = self.optim
@@ -1011,11 +1007,7 @@ _SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply ``dotted.key=value`` overrides.
-
-    Raises:
-        ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value is invalid.
-    """
+    """Read a TOML file and apply ``dotted.key=value`` overrides."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
@@ -1270,9 +1262,6 @@ def settings_reference(prefix: str = "") -> list[str]:
     Args:
         prefix: list only names that start with it, such as "optim" or "optim.l", or one name without its section,
             such as "lr".
-
-    Raises:
-        ConfigError: no name matches.
     """
     kinds = section_kinds()
     lines: list[str] = []

@@ -19,7 +19,6 @@ class PublicRuns:
     """Runs of one model and loss.
 
     Attributes:
-        name: in the study.
         model: returns the sections of the configuration that select it.
         scores: zero-shot top-1 accuracy on ImageNet in percent for each of the first ``SAMPLES``, the best of the
             study's sweep.

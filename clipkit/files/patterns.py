@@ -31,11 +31,7 @@ def user_path(text: str) -> Path:
 
 
 def resolve_output(path: Path) -> Path:
-    """Resolve a folder to write to.
-
-    Raises:
-        ConfigError: a user in ``~user`` does not exist, or the name is too long or contains NUL.
-    """
+    """Resolve a folder to write to."""
     try:
         return path.expanduser().resolve()
     except (OSError, ValueError, RuntimeError) as error:
@@ -46,9 +42,6 @@ def match_wildcards(path: Path) -> list[Path]:
     """Return the files and folders that match, sorted by ``path_order``, without hidden ones.
 
     A path that exists, or has no wildcards, is returned unchanged.
-
-    Raises:
-        DataError: more than a million names match.
     """
     if not glob.has_magic(str(path)) or path.exists():
         return [path]
@@ -62,11 +55,7 @@ def match_wildcards(path: Path) -> list[Path]:
 
 
 def expand_braces(source: str) -> Iterator[str]:
-    """Expand a brace pattern such as ``{00000..00041}.tar``; names are counted before they are generated.
-
-    Raises:
-        DataError: the pattern has more than a million names, or its braces do not balance.
-    """
+    """Expand a brace pattern such as ``{00000..00041}.tar``; names are counted before they are generated."""
     from braceexpand import braceexpand
 
     if _count_names(source) > _MAX_NAMES:

@@ -122,9 +122,6 @@ class StoredModel:
         file: the file or folder of the weights, for error messages.
         shape: the stored architecture, or the requested one if none is stored.
         tensors: a state dict with clipkit's names.
-        origin: description of the source.
-        name: name of the architecture, or "".
-        preprocess: the preprocessing of images.
         tokenizer: the tokenizer; None for that of the architecture.
         warning: what is assumed because the source does not record it, or "".
     """
@@ -148,10 +145,6 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
             also selects the preprocessing of published weights.
         image_size: side of the images in pixels; position embeddings are resampled. 0 keeps the stored size.
         context_length: longest text in tokens. 0 keeps the stored length.
-
-    Raises:
-        CheckpointError: the source does not exist, is damaged or inconsistent.
-        ConfigError: a name is unknown, or needs a network.
     """
     if not source:  # would be the current folder
         raise CheckpointError("no model is named: the path is empty")
@@ -182,20 +175,12 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
 
 
 def load_checkpoint(folder: Path) -> CLIP:
-    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the weights do not match the stored architecture.
-    """
+    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode."""
     return build_stored(_read_checkpoint(folder), LoadRequest())
 
 
 def outline_checkpoint(folder: Path) -> CLIP:
-    """Build the model of a checkpoint folder on the meta device; its weights are not read.
-
-    Raises:
-        CheckpointError: model.json is missing, damaged or of another version.
-    """
+    """Build the model of a checkpoint folder on the meta device; its weights are not read."""
     stored = _read_card(folder)
     with torch.device("meta"):
         return CLIP(stored.shape, name=stored.name, preprocess=stored.preprocess, tokenizer=stored.tokenizer)
@@ -434,7 +419,6 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
 
 
 def _read_card(folder: Path) -> StoredModel:
-    """Read all that a checkpoint stores of a model but the tensors."""
     card = read_json(folder / "model.json")
     if card.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
@@ -467,7 +451,6 @@ def _read_checkpoint(folder: Path) -> StoredModel:
 
 
 def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add a checkpoint's adapters to the model that they belong to."""
     adapters = _stored_adapters(folder)
     try:
         base = open_source(
@@ -490,11 +473,7 @@ def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tenso
 
 
 def check_base(folder: Path, weights: str) -> None:
-    """Check that the adapters of a checkpoint belong to the model with this hash.
-
-    Raises:
-        CheckpointError: they belong to other weights, or model.json describes no adapters.
-    """
+    """Check that the adapters of a checkpoint belong to the model with this hash."""
     adapters = _stored_adapters(folder)
     if adapters.hash != weights:
         raise CheckpointError(
@@ -541,7 +520,6 @@ def convert_open_clip(stored: StoredModel) -> StoredModel:
 
 
 def _check_agreement(stored: StoredModel, request: LoadRequest) -> None:
-    """Raise CheckpointError if the architecture or activation is not the requested one; sizes may differ."""
     if not request.name:
         return
     stored_shape = replace(stored.shape, logit_bias=False, small_data=False, decoder=None)
@@ -577,17 +555,12 @@ def build_from_tensors(
 ) -> CLIP:
     """Build a float32 model in evaluation mode with the given weights; all names and shapes must match.
 
+    They are compared before memory for the architecture is allocated.
+
     Args:
-        shape: the architecture.
         tensors: a state dict with the model's names.
         origin: where the tensors come from, for error messages.
-        name: name of the architecture.
-        preprocess: the model's image preprocessing.
-        tokenizer: the model's tokenizer.
         resample: whether to resample position embeddings of another size.
-
-    Raises:
-        CheckpointError: the weights do not match; raised before memory for the architecture is allocated.
     """
     skeleton = _build_skeleton(shape, name, origin)
     if skeleton is not None:
@@ -644,11 +617,7 @@ def _fit_tensors(
 
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
-    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or have other shapes; the message groups them by layer.
-    """
+    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device."""
     expected = model.state_dict()
     misshapen = []
     for name in sorted(expected.keys() & tensors.keys()):

@@ -40,7 +40,6 @@ def convert_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = 
     """Convert a state dict of open_clip or OpenAI to clipkit's names.
 
     Args:
-        tensors: the state dict.
         flat: whether the text tower is clipkit's transformer, whose names have no prefix; others start with
             ``text.``.
         decoder: whether to keep CoCa's decoder of captions.
@@ -64,9 +63,6 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     """Infer the architecture of a plain ViT or ResNet CLIP from the shapes of its tensors.
 
     Assumes GELU and a head width of 64, as in all of OpenAI's models.
-
-    Raises:
-        CheckpointError: the tensors match neither.
     """
 
     def count(prefix: str) -> int:
@@ -183,7 +179,6 @@ class TrainingRecord:
 
     Attributes:
         architecture: the architecture; None if the record does not determine it.
-        name: name of the architecture, or "".
         lacking: why the architecture is unknown, for an error message.
         preprocess: preprocessing settings that differ from CLIP's; None if they are not recorded.
     """
@@ -195,11 +190,7 @@ class TrainingRecord:
 
 
 def read_training_record(file: Path) -> TrainingRecord:
-    """Read params.txt in a checkpoint's folder or its parent.
-
-    Raises:
-        CheckpointError: the record is inconsistent.
-    """
+    """Read params.txt in a checkpoint's folder or its parent."""
     paths = [folder / "params.txt" for folder in (file.parent, file.parent.parent)]
     params = next((path for path in paths if path.is_file()), None)
     if params is None:
@@ -251,12 +242,7 @@ def read_training_record(file: Path) -> TrainingRecord:
 
 
 def read_folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
-    """Read the architecture and the preprocessing settings in open_clip_config.json.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is not of this kind.
-        ConfigError: the architecture is not supported.
-    """
+    """Read the architecture and the preprocessing settings in open_clip_config.json."""
     file = folder / "open_clip_config.json"
     config = read_json(file)
     model_config = config.get("model_cfg")

@@ -60,7 +60,6 @@ class Bytes:
         activations: tensors besides gradients of parameters and copies of weights.
         weight_copies: copies of weights in half precision.
         block_copies: those of ``parameters_in_blocks``, see ``Meter.begin``.
-        together: all of them.
     """
 
     activations: int
@@ -293,11 +292,7 @@ def _to_float32(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 
 class Meter(TorchDispatchMode):
-    """Computes without values: new tensors have none, FLOPs are counted, and memory is recorded.
-
-    Attributes:
-        flops: FLOPs so far.
-    """
+    """Computes without values: new tensors have none, FLOPs are counted, and memory is recorded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -29,9 +29,6 @@ def fit_positions(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> 
     keeps the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
     https://arxiv.org/abs/2403.15378). In both cases short texts keep their features, unless the text tower reads
     padding (see ``TextArchitecture.reads_padding``).
-
-    Raises:
-        CheckpointError: the stored grid is not square.
     """
     fitted = dict(tensors)
     for name in (*_IMAGE, *_TEXT):

@@ -105,9 +105,6 @@ class Packed:
         starts: (B + 1,) int32, where each text begins, and the end of the last.
         order: (B,) int64, the row of each text of the packed batch.
         counts: (texts, length) for each length that occurs, ascending.
-        longest: upper bound of the lengths.
-        causal: whether tokens attend to previous ones only.
-        attention: the attention function.
     """
 
     rows: Tensor
@@ -155,7 +152,6 @@ def pack(
         lengths: number of tokens of each row including end of text; on the host, to avoid a synchronization.
         longest: upper bound of the lengths; constant, so that compiled kernels are reused between batches.
         causal, attention: see ``Packed``.
-        device: device of the tensors.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ascending = sorted(lengths)
