@@ -201,11 +201,7 @@ def caption(
 
 
 def explain(
-    images: ImageLike | Sequence[ImageLike],
-    prompts: str | Sequence[str],
-    model: CLIP,
-    *,
-    batch_size: int = 8,
+    images: ImageLike | Sequence[ImageLike], prompts: str | Sequence[str], model: CLIP, *, batch_size: int = 8
 ) -> Tensor:
     """Compute where in images prompts are: LeGrad (Bousselham et al. 2024, https://arxiv.org/abs/2404.03214).
 

@@ -117,7 +117,7 @@ class Section:
 
 
 def require(holds: bool, name: str, value: object, expectation: str) -> None:
-    """Raise ConfigError with the message ``wanted`` unless ``holds``."""
+    """Raise ConfigError unless ``holds``: the value of the setting ``name`` is invalid."""
     if not holds:
         raise ConfigError(f"{name} = {format_value(value)} is invalid: {expectation}")
 
@@ -226,9 +226,7 @@ class DataConfig(Section):
         at_least(1),
     )
     crop_scale: float = setting(
-        0.9,
-        "Minimum area of a random crop as a fraction of the image; 1: center crop.",
-        above(0, at_most=1),
+        0.9, "Minimum area of a random crop as a fraction of the image; 1: center crop.", above(0, at_most=1)
     )
     flip: float = setting(
         0.0,
@@ -521,11 +519,7 @@ class LossConfig(Section):
     """The objective, computed over the global batch; see clipkit/objectives/__init__.py."""
 
     section = "loss."
-    name: str = setting(
-        "clip",
-        "Objective.",
-        registry="clipkit.objectives:OBJECTIVES",
-    )
+    name: str = setting("clip", "Objective.", registry="clipkit.objectives:OBJECTIVES")
     same: str = setting(
         "negatives",
         "How to treat other pairs in the batch with the same caption or image. With positives, the loss cannot "

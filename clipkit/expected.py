@@ -6,12 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from clipkit.config import (
-    Config,
-    LossConfig,
-    ModelConfig,
-    ShapeConfig,
-)
+from clipkit.config import Config, LossConfig, ModelConfig, ShapeConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,21 @@
-"""Atomic writes, locks, patterns of paths, page templates, terminals, the hub, and open_clip's package.
+"""Paths, atomic writes, locks, page templates, terminals, the hub, and open_clip's package.
 
 The command line imports this package: modules import numpy, jinja2 and HTTP clients where they are used.
 """
 
-from clipkit.files.atomic import FileLock, lock_output, replacing, sync_to_disk, write_atomic
+from clipkit.files.atomic import (
+    FileLock,
+    lock_output,
+    name_order,
+    replacing,
+    resolve_output,
+    sync_to_disk,
+    user_path,
+    write_atomic,
+)  # fmt: skip
 from clipkit.files.hub import convert_hub_errors
 from clipkit.files.open_clip import load_prompts
 from clipkit.files.pages import check_page, templates, write_page
-from clipkit.files.patterns import name_order, resolve_output, user_path
 from clipkit.files.processes import end_with_parent, ray_cluster
 from clipkit.files.splitmix import MASK, STEP, mix, mix_array
 from clipkit.files.terminal import CountProgress, counted, format_bytes, printable, redact_secrets, redact_url

@@ -1,4 +1,4 @@
-"""Atomic file writes, and locks between processes."""
+"""Paths that users give, atomic file writes, and locks between processes."""
 
 import errno
 import fcntl
@@ -12,6 +12,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipkit.errors import ConfigError
+
+
+def name_order(name: str) -> tuple[int, str]:
+    """Sort key of file names in a folder: shorter ones first, so that 2.tar precedes 10.tar."""
+    return len(name), name
+
+
+def user_path(text: str) -> Path:
+    """Expand ``~``; if there is no home folder, keep it as part of the name."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
+def resolve_output(path: Path) -> Path:
+    """Resolve a folder to write to."""
+    try:
+        return path.expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot create the folder {str(path)[:200]!r}: {error}") from error
 
 
 @contextmanager

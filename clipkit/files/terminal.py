@@ -69,7 +69,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_secrets(text: str) -> str:
-    """Apply ``shown`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
+    """Apply ``redact_url`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
 
     def redact(match: re.Match[str]) -> str:
         text = match[1]

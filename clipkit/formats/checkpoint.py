@@ -158,8 +158,7 @@ def resolve_checkpoint(source: Path) -> Path:
         return source
     run = source.parent if source.name == "checkpoints" else source
     checkpoint = latest_checkpoint(
-        run,
-        needed=lambda name: name in ("model.safetensors", "model.json") or name.startswith("tokenizer/"),
+        run, needed=lambda name: name in ("model.safetensors", "model.json") or name.startswith("tokenizer/")
     )
     if checkpoint is None:
         raise CheckpointError(

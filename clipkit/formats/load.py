@@ -15,6 +15,7 @@ QuickGELU: the tensors are the same, and the wrong activation lowers scores with
 """
 
 import json
+import math
 import re
 import warnings
 from collections import Counter
@@ -26,6 +27,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -59,15 +61,8 @@ from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
 from clipkit.model.lora import add_adapters, merge_adapters
-from clipkit.model.names import (
-    OPEN_CLIP,
-    check_names,
-    create_architecture,
-    from_open_clip,
-    open_clip_config,
-)
+from clipkit.model.names import OPEN_CLIP, check_names, create_architecture, from_open_clip, open_clip_config
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.resample import fit_positions
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer, has_tokenizer, open_folder_tokenizer
 
 _OPEN_CLIP_WEIGHTS = (
@@ -82,6 +77,12 @@ _MAX_LAYERS = 256
 # limit for values of position embeddings, which some towers compute even on the meta device
 _MAX_POSITIONS = 2**26
 _MAX_NAMES = 4  # in a message, per kind
+# of a ViT, of a ResNet's pooling, of a ViT of timm
+_IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
+_TEXT = ("positional_embedding", "text.positional_embedding")
+_CLASS_AT_THE_END = "text.cls_emb"  # of CoCa's text tower, whose last position belongs to a class token
+_KEPT = 20  # text positions that are kept in a longer table
+_MAX_PREFIXES = 5  # tokens before a grid: class, distillation, registers
 # exceptions that libraries raise for invalid configurations
 _REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, MemoryError, OSError,
@@ -598,6 +599,62 @@ def _check_depth(value: object, name: str = "") -> None:
         counts = value if isinstance(value, list | tuple) else [value]
         if sum(count for count in counts if isinstance(count, int)) > _MAX_LAYERS:
             raise ConfigError(f"{name} = {value} is more than {_MAX_LAYERS}")
+
+
+def fit_positions(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """Resample the position embeddings to the wanted shapes; others of another shape are kept.
+
+    Image positions: the class token's is kept, the square grid is resized by antialiased bicubic interpolation
+    (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones. A longer one
+    keeps the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
+    https://arxiv.org/abs/2403.15378). In both cases short texts keep their features, unless the text tower reads
+    padding (see ``TextArchitecture.reads_padding``).
+    """
+    fitted = dict(tensors)
+    for name in (*_IMAGE, *_TEXT):
+        if name not in tensors or name not in shapes or tensors[name].shape == shapes[name]:
+            continue
+        old = tensors[name]
+        shape = shapes[name]
+        same_kind = old.ndim == len(shape) and (old.shape[:-2], old.shape[-1]) == (shape[:-2], shape[-1])
+        if not same_kind or shape[:-2].numel() != 1:  # timm's have a first dimension of 1
+            continue  # for example another width, which the check of shapes reports
+        rows = old.flatten(0, -2)
+        length = shape[-2]
+        last = int(name in _TEXT and _CLASS_AT_THE_END in tensors)
+        if min(len(rows), length) <= last:
+            continue
+        if name in _IMAGE:
+            new = _resize_image_positions(rows, length)
+        else:
+            words = _resize_text_positions(rows[: len(rows) - last], length - last)
+            new = torch.cat([words, rows[len(rows) - last :]])
+        fitted[name] = new.view(shape)
+    return fitted
+
+
+def _resize_text_positions(old: Tensor, length: int) -> Tensor:
+    """Keep the first positions, and stretch those after the first 20 if there are too few."""
+    if length <= len(old):
+        return old[:length]
+    first = min(_KEPT, len(old) - 1)
+    stretched = F.interpolate(old[first:].float().T[None], length - first, mode="linear", align_corners=True)
+    return torch.cat([old[:first], stretched[0].T.to(old.dtype)])
+
+
+def _resize_image_positions(old: Tensor, length: int) -> Tensor:
+    """Resize a grid after k other tokens: (k + g², D) → (length, D)."""
+    for prefixes in range(_MAX_PREFIXES + 1):
+        side = math.isqrt(max(0, len(old) - prefixes))
+        new_side = math.isqrt(max(0, length - prefixes))
+        if side and new_side and side**2 + prefixes == len(old) and new_side**2 + prefixes == length:
+            break
+    else:
+        raise CheckpointError(f"{len(old)} image positions are not a class token and a square grid")
+    grid = old[prefixes:].float().T.unflatten(1, (side, side))[None]  # (1, D, g, g)
+    size = (new_side, new_side)
+    resized = F.interpolate(grid, size, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([old[:prefixes], resized[0].flatten(1).T.to(old.dtype)])
 
 
 def _fit_tensors(

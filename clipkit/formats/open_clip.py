@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -137,22 +138,16 @@ def find_architectures(tensors: Mapping[str, Tensor]) -> list[str]:
         if config["embed_dim"] == inferred.embed_dim and not config["text_cfg"].get("hf_model_name"):
             candidates[OPEN_CLIP + name] = from_open_clip(config)
     inferred_outline = outline(inferred)
-    exact = [name for name, shape in candidates.items() if outline(shape) == inferred_outline]
-    if exact:
-        return exact[:_MAX_SHOWN]
+    sizes = {
+        "image_size": inferred.vision.image_size, "context_length": inferred.text.context_length,
+    }  # fmt: skip
     names = []
     for name, shape in candidates.items():
-        if outline(shape) is None:
-            continue
-        try:
-            resized = shape.replace_size(
-                image_size=inferred.vision.image_size, context_length=inferred.text.context_length
-            )
-        except ConfigError:  # not a multiple of its patch size
-            continue
-        if outline(resized) == inferred_outline:
-            names.append(name)
-    return names[:_MAX_SHOWN]
+        with suppress(ConfigError):  # not a multiple of its patch size
+            if outline(shape) is not None and outline(shape.replace_size(**sizes)) == inferred_outline:
+                names.append(name)
+    exact = [name for name in names if outline(candidates[name]) == inferred_outline]
+    return (exact or names)[:_MAX_SHOWN]
 
 
 def find_newest_epoch(folder: Path) -> Path | None:

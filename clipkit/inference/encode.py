@@ -35,13 +35,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.processes import ray_cluster, ray_tasks
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.folder import (
-    EmbeddingFolder,
-    Manifest,
-    Part,
-    Totals,
-    only_writer,
-)
+from clipkit.inference.folder import EmbeddingFolder, Manifest, Part, Totals, only_writer
 from clipkit.inference.inputs import Item, Sample, Stream, recorded_members
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream

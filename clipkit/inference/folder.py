@@ -39,8 +39,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import lock_output, replacing, sync_to_disk, temporary_path, write_atomic
-from clipkit.files.patterns import user_path
+from clipkit.files.atomic import lock_output, replacing, sync_to_disk, temporary_path, user_path, write_atomic
 from clipkit.inference.inputs import Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
 from clipkit.inference.stream import Failure, Features
@@ -252,11 +251,7 @@ class EmbeddingFolder:
             {name: pyarrow.array(column, pyarrow.string()) for name, column in columns.items()}
         )
         record = [
-            {
-                "digest": self._digests[part.number],
-                "rows": len(array),
-                "failures": len(part.failures),
-            },
+            {"digest": self._digests[part.number], "rows": len(array), "failures": len(part.failures)},
             *(
                 {
                     "source": failure.item.source,

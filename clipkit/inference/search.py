@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -554,36 +554,22 @@ def _open_part(
     return part
 
 
-@dataclass(kw_only=True)
-class Query:
-    """Embeddings of what is searched for, and of what is not wanted, (O,) float32 each."""
+def encode_query(model: CLIP, *, texts: Sequence[str] = (), images: Sequence[ImageLike] = ()) -> list[Tensor]:
+    """Encode texts and images of a query, (O,) float32 each."""
+    vectors = [*encode_text(list(texts), model)] if texts else []
+    return [*vectors, *encode_image(list(images), model)] if images else vectors
 
-    wanted: list[Tensor] = field(default_factory=list)
-    unwanted: list[Tensor] = field(default_factory=list)
 
-    def add(self, model: CLIP, *, texts: Sequence[str] = (), images: Sequence[ImageLike] = ()) -> None:
-        """Encode texts and images that are searched for."""
-        self.wanted += self._encoded(model, texts, images)
-
-    def add_unwanted(self, model: CLIP, *, texts: Sequence[str]) -> None:
-        """Encode texts that are not wanted."""
-        self.unwanted += self._encoded(model, texts, ())
-
-    @staticmethod
-    def _encoded(model: CLIP, texts: Sequence[str], images: Sequence[ImageLike]) -> list[Tensor]:
-        vectors = [*encode_text(list(texts), model)] if texts else []
-        return [*vectors, *encode_image(list(images), model)] if images else vectors
-
-    def vector(self) -> Tensor:
-        """Return the mean of the wanted minus half the mean of the unwanted embeddings, (O,) float32, unit norm."""
-        total = torch.stack(self.wanted).mean(dim=0)
-        if self.unwanted:
-            total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)
-        if not total.isfinite().all():
-            raise DataError("an embedding of the query contains NaN or infinity")
-        if not total.norm() > 1e-6:
-            raise DataError("the embeddings of the query add up to zero: there is nothing to search for")
-        return F.normalize(total, dim=0)
+def combine_query(wanted: Sequence[Tensor], unwanted: Sequence[Tensor] = ()) -> Tensor:
+    """Return the mean of the wanted minus half the mean of the unwanted embeddings, (O,) float32, unit norm."""
+    total = torch.stack([*wanted]).mean(dim=0)
+    if unwanted:
+        total = total - NOT_WEIGHT * torch.stack([*unwanted]).mean(dim=0)
+    if not total.isfinite().all():
+        raise DataError("an embedding of the query contains NaN or infinity")
+    if not total.norm() > 1e-6:
+        raise DataError("the embeddings of the query add up to zero: there is nothing to search for")
+    return F.normalize(total, dim=0)
 
 
 def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, name: str = "") -> CLIP:
@@ -670,13 +656,12 @@ def run_search(options: SearchOptions) -> int:
         raise ConfigError("nothing to search for: give a text or --image FILE")
     embeddings = Embeddings(options.embeddings, exact=options.exact)
     model = load_model(embeddings, options, options.model)
-    query = Query()
-    query.add(model, texts=texts, images=options.image)
-    query.add_unwanted(model, texts=options.unwanted)
+    wanted = encode_query(model, texts=texts, images=options.image)
+    query = combine_query(wanted, encode_query(model, texts=options.unwanted))
     embeddings.refresh()  # loading the model took time, in which files may have been replaced
     if note := stale_note(embeddings):
         print(note, file=sys.stderr)
-    hits = embeddings.search(query.vector(), options.k)
+    hits = embeddings.search(query, options.k)
     if options.html is not None:
         title = printable(options.text or ", ".join(path.name for path in options.image), 80)
         unwanted = ", but not " + " or ".join(map(repr, options.unwanted)) if options.unwanted else ""

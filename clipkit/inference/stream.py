@@ -128,12 +128,7 @@ class FeatureStream:
         precision: str = "fp32",
         workers: int | None = None,
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size = {batch_size} must be at least 1")
-        if workers is not None and workers < 0:
-            raise ConfigError(f"workers = {workers} must not be negative")
-        if precision not in PRECISIONS:
-            raise ConfigError(f"precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
+        assert precision in PRECISIONS, precision
         self.model = model
         self.precision = precision
         self._weights = PackedWeights(model)

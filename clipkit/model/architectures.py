@@ -484,8 +484,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         tower.initialize(small_data=small_data)
 
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
-        from clipkit.model.resample import smooth_grid
-        from clipkit.model.towers import tie_grid
+        from clipkit.model.towers import smooth_grid, tie_grid
 
         table = module.get_parameter("positional_embedding")
         side = image_size // self.patch_size

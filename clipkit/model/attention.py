@@ -259,11 +259,7 @@ def image_representations(model: CLIP, images: Tensor, *, layers: Sequence[int] 
         raise ConfigError(
             "the image tower's blocks have another width than its output: they cannot be probed"
         )
-    return ImageRepresentations(
-        projected=F.normalize(raw, dim=-1),
-        before_projection=before,
-        layers=by_layer,
-    )
+    return ImageRepresentations(projected=F.normalize(raw, dim=-1), before_projection=before, layers=by_layer)
 
 
 def _pool_tokens(model: CLIP, tokens: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from clipkit.distributed import alone
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.resample import grid_weights
+from clipkit.model.towers import grid_weights
 
 _ROWS = 2  # with one, batch norms have no variance
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -150,10 +150,6 @@ def _embed(weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
     return weight.new_empty(*indices.shape, weight.shape[1])
 
 
-def _embed_backward(gradient: Tensor, indices: Tensor, size: int, *rest: Any) -> Tensor:
-    return gradient.new_empty(size, gradient.shape[-1])
-
-
 def _compare(a: Tensor, b: Any) -> Tensor:
     return a.new_empty(a.shape, dtype=torch.bool)
 
@@ -256,7 +252,6 @@ _RESULTS: Mapping[Any, Callable[..., Any]] = {
     _aten.arange.default: _count_up,
     _aten.index.Tensor: _take,
     _aten.embedding.default: _embed,
-    _aten.embedding_dense_backward.default: _embed_backward,
     _aten.where.self: _select_by_mask,
     _aten.mm.default: _product,
     _aten.addmm.default: _product_with_bias,
@@ -441,12 +436,7 @@ def measuring() -> Iterator[Meter]:
         Unmeasurable: something reads values.
     """
     try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.enable_grad(),
-            alone(),
-            Meter() as meter,
-        ):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), alone(), Meter() as meter:
             yield meter
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unmeasurable(str(error)) from error

@@ -23,7 +23,8 @@ from clipkit.inference.search import (
     Embeddings,
     EmbeddingsChanged,
     Hit,
-    Query,
+    combine_query,
+    encode_query,
     stale_note,
     thumbnail,
 )
@@ -204,13 +205,13 @@ def test_digests_identify_rows_of_other_folders(tmp_path: Path) -> None:
 
 def test_query_that_cancels_out_is_rejected() -> None:
     one = torch.eye(4)
-    half = Query(wanted=[one[0]], unwanted=[one[0]]).vector()
+    half = combine_query([one[0]], [one[0]])
     torch.testing.assert_close(half, one[0])
     with pytest.raises(DataError, match="add up to zero"):
-        Query(wanted=[one[0], -one[0]]).vector()
+        combine_query([one[0], -one[0]])
     with pytest.raises(DataError, match="NaN or infinity"):
-        Query(wanted=[one[0] * torch.nan]).vector()
-    mixed = Query(wanted=[one[0], one[1]], unwanted=[one[2]]).vector()
+        combine_query([one[0] * torch.nan])
+    mixed = combine_query([one[0], one[1]], [one[2]])
     torch.testing.assert_close(mixed, torch.tensor([0.5, 0.5, -0.5, 0]) / 0.75**0.5)
 
 
@@ -324,9 +325,8 @@ def test_text_embeddings_are_searchable(encoded: Path, tmp_path: Path) -> None:
         == 0
     )
     embeddings = Embeddings(Path(out))
-    query = Query()
-    query.add(clipkit.load(model), texts=["a dog"])
-    first, second = embeddings.search(query.vector(), 5)
+    query = combine_query(encode_query(clipkit.load(model), texts=["a dog"]))
+    first, second = embeddings.search(query, 5)
     assert (first.path, second.path) == ("a dog", "a cat") and not embeddings.has_images
     assert first.similarity == pytest.approx(1, abs=1e-3)
 
@@ -459,15 +459,16 @@ def test_search_finds_files_that_were_replaced_while_the_model_was_loaded(
     shutil.copytree(encoded / "images", images)
     encoding = ["encode", str(images), "--model", str(encoded / "model"), "--out", out, "--quiet"]
     assert dispatch(encoding) == 0
-    add = Query.add
 
-    def add_and_update(*arguments: Any, **options: Any) -> None:
-        add(*arguments, **options)
-        (images / "0.png").unlink()
-        assert dispatch(encoding) == 0
-        capsys.readouterr()
+    def encode_and_update(*arguments: Any, **parts: Any) -> list[torch.Tensor]:
+        vectors = encode_query(*arguments, **parts)
+        if parts.get("images"):
+            (images / "0.png").unlink()
+            assert dispatch(encoding) == 0
+            capsys.readouterr()
+        return vectors
 
-    monkeypatch.setattr(Query, "add", add_and_update)
+    monkeypatch.setattr("clipkit.inference.search.encode_query", encode_and_update)
     assert dispatch(["search", out, "--image", str(images / "7.png"), "-k", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("7.png")
 
