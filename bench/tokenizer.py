@@ -14,8 +14,8 @@ byte-pair encoding in Python for each new word. clipkit: a split and one lookup 
 more for new parts, most of all for words that are not a single vocabulary entry, which ``tokenizers`` encodes
 in Rust; single entries are known from the start. The result includes these bounds: the time of
 ``ftfy.fix_text`` alone, of a batch that clipkit has seen before, of Python's ``lower`` and ``split`` alone,
-and the fraction of new parts. Beyond ASCII, ftfy's steps for each new part, ``regex`` and longer encodings
-are added, and ftfy on the complete text if its encoding is wrong.
+and the fraction of new parts. Beyond ASCII, ftfy's steps for each text, ``regex`` and longer encodings are
+added.
 """
 
 import argparse

@@ -201,11 +201,7 @@ def caption(
 
 
 def explain(
-    images: ImageLike | Sequence[ImageLike],
-    prompts: str | Sequence[str],
-    model: CLIP,
-    *,
-    batch_size: int = 8,
+    images: ImageLike | Sequence[ImageLike], prompts: str | Sequence[str], model: CLIP, *, batch_size: int = 8
 ) -> Tensor:
     """Compute where in images prompts are: LeGrad (Bousselham et al. 2024, https://arxiv.org/abs/2404.03214).
 
@@ -300,6 +296,5 @@ def classify(
 
 
 def _check_model(model: object) -> None:
-    """Raise TypeError unless ``model`` is a CLIP; arguments are easily swapped."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "tokenizer"):
         raise TypeError(f"model must be a CLIP, as returned by clipkit.load, not {type(model).__name__}")

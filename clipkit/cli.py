@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from clipkit.errors import ConfigError
-from clipkit.files.patterns import user_path
+from clipkit.files.atomic import user_path
 
 MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 MOST_BATCH = 65_536
@@ -39,7 +39,6 @@ class Within:
     """The valid values of a setting.
 
     Attributes:
-        words: the values as text.
         holds: whether a value is valid.
         names: all values, if they are a few strings.
         noun: a valid value as text, such as "a number from 0 to 1".
@@ -216,8 +215,6 @@ def _add_option(parser: argparse._ActionsContainer, declared: Field[Any], hint: 
 
 
 class _StoreOnce(argparse.Action):
-    """Store the value of an option that cannot be repeated."""
-
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None
     ) -> None:
@@ -304,11 +301,7 @@ def _default_words(default: Any) -> str:
 
 
 def build_options(options: type[T], values: Mapping[str, Any]) -> T:
-    """Create the options of a command from the values that were given.
-
-    Raises:
-        ConfigError: values contradict each other.
-    """
+    """Create the options of a command from the values that were given."""
     types_by_name = typing.get_type_hints(options)
     arguments: dict[str, Any] = {}
     for declared in fields(typing.cast(Any, options)):
@@ -417,11 +410,7 @@ def build_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
 
 
 def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
-    """Import the selected command; return a function that runs it and returns the exit status.
-
-    Raises:
-        ConfigError: options contradict each other, or the command requires a package that is not installed.
-    """
+    """Import the selected command; return a function that runs it and returns the exit status."""
     command = commands[parsed.command]
     options: Any = build_options(command.options, {**vars(parsed), **command.fixed})
     try:

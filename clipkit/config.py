@@ -117,7 +117,7 @@ class Section:
 
 
 def require(holds: bool, name: str, value: object, expectation: str) -> None:
-    """Raise ConfigError with the message ``wanted`` unless ``holds``."""
+    """Raise ConfigError unless ``holds``: the value of the setting ``name`` is invalid."""
     if not holds:
         raise ConfigError(f"{name} = {format_value(value)} is invalid: {expectation}")
 
@@ -150,7 +150,7 @@ class DataConfig(Section):
         "or a list of these.",
     )
     weights: tuple[float, ...] = setting(
-        (), "Fraction of each batch drawn from each source; empty: sources are concatenated."
+        (), "Fraction of each batch drawn from each source; empty: sources are concatenated.", _WEIGHTS
     )
     image: str = setting(
         "",
@@ -176,6 +176,7 @@ class DataConfig(Section):
     caption_weights: tuple[float, ...] = setting(
         (),
         "Relative frequency of each of data.captions, with data.caption_choice=weighted.",
+        _WEIGHTS,
         needs="caption_choice=weighted",
     )
     caption_templates: tuple[str, ...] = setting(
@@ -225,9 +226,7 @@ class DataConfig(Section):
         at_least(1),
     )
     crop_scale: float = setting(
-        0.9,
-        "Minimum area of a random crop as a fraction of the image; 1: center crop.",
-        above(0, at_most=1),
+        0.9, "Minimum area of a random crop as a fraction of the image; 1: center crop.", above(0, at_most=1)
     )
     flip: float = setting(
         0.0,
@@ -269,7 +268,6 @@ class DataConfig(Section):
             ("data.caption_weights", self.caption_weights, "data.captions", len(captions)),
         ):
             require(len(weights) in (0, count), name, weights, f"expected one for each of {of}: {count}")
-            require(all(weight > 0 for weight in weights), name, weights, "expected numbers above 0")
         require(bool(captions) and all(captions), "data.captions", captions, "expected at least one name")
         for name in captions:
             field = f"{name.removesuffix('.json')}.FIELD"
@@ -367,7 +365,6 @@ class PixelsConfig(Section):
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:
-    """Parse a setting that is a JSON object, or empty."""
     try:
         value = json.loads(text or "{}")
     except ValueError as error:
@@ -522,11 +519,7 @@ class LossConfig(Section):
     """The objective, computed over the global batch; see clipkit/objectives/__init__.py."""
 
     section = "loss."
-    name: str = setting(
-        "clip",
-        "Objective.",
-        registry="clipkit.objectives:OBJECTIVES",
-    )
+    name: str = setting("clip", "Objective.", registry="clipkit.objectives:OBJECTIVES")
     same: str = setting(
         "negatives",
         "How to treat other pairs in the batch with the same caption or image. With positives, the loss cannot "
@@ -947,10 +940,7 @@ class Config(Section):
         """Return notes on settings that may be unintentional, and the objective's note.
 
         Args:
-            step: number of updates so far.
-            samples: number of pairs in an epoch.
             layers: number of layers that ``lock.unfreeze_every`` unlocks in the tower with the most layers.
-            hosts: number of machines.
         """
         steps = self.steps
         optim = self.optim
@@ -1011,11 +1001,7 @@ _SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply ``dotted.key=value`` overrides.
-
-    Raises:
-        ConfigError: the file is missing or not TOML, a key is unknown or given twice, or a value is invalid.
-    """
+    """Read a TOML file and apply ``dotted.key=value`` overrides."""
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
@@ -1270,9 +1256,6 @@ def settings_reference(prefix: str = "") -> list[str]:
     Args:
         prefix: list only names that start with it, such as "optim" or "optim.l", or one name without its section,
             such as "lr".
-
-    Raises:
-        ConfigError: no name matches.
     """
     kinds = section_kinds()
     lines: list[str] = []

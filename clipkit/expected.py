@@ -6,12 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
-from clipkit.config import (
-    Config,
-    LossConfig,
-    ModelConfig,
-    ShapeConfig,
-)
+from clipkit.config import Config, LossConfig, ModelConfig, ShapeConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +14,6 @@ class PublicRuns:
     """Runs of one model and loss.
 
     Attributes:
-        name: in the study.
         model: returns the sections of the configuration that select it.
         scores: zero-shot top-1 accuracy on ImageNet in percent for each of the first ``SAMPLES``, the best of the
             study's sweep.

@@ -324,7 +324,7 @@ whether the image contains it.
 FILE shows the image in the model's palette, its given part, and samples.
 
   clipkit complete photo.jpg --model runs/pixels --out completed.png""",
-        run="clipkit.inference.complete:run_complete",
+        run="clipkit.inference.explain:run_complete",
         options=CompleteOptions,
         without=frozenset({"name", "dim"}),
         stopped="no file was written",
@@ -449,11 +449,7 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
-    """Parse a command line, by default this process's; print --help or --settings and exit if asked.
-
-    Raises:
-        ConfigError: an option is unknown, invalid or without effect, or two config files are given.
-    """
+    """Parse a command line, by default this process's; print --help or --settings and exit if asked."""
     parser = Parser(
         prog="train.py",
         description="Train a CLIP model. The same command again resumes a run that was stopped.",

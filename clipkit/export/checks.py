@@ -41,7 +41,6 @@ class Samples:
         texts: N texts, one longer than any context length; for a class head, class names.
         pixels: (N, C, S, S) float32, the preprocessed and normalized images.
         image_features: (N, O) float32, not normalized.
-        text_features: (N, O) float32, not normalized.
     """
 
     images: tuple["Image | npt.NDArray[np.uint8]", ...]

@@ -15,7 +15,7 @@ import torch
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
-from clipkit.files.patterns import resolve_output
+from clipkit.files.atomic import resolve_output
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.options import InterpolateOptions
@@ -43,9 +43,6 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
             fine-tuning may have changed.
         alpha: 0 (the first model) to 1 (the second).
         into: ``first`` or ``second``, whose weights the result replaces, to save memory; None creates a model.
-
-    Raises:
-        ConfigError: alpha is out of range, or the models differ in more than their weights, or have adapters.
     """
     if not (math.isfinite(alpha) and 0 <= alpha <= 1):
         raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
@@ -72,7 +69,6 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
 
 
 def _check_alike(first: CLIP, second: CLIP) -> None:
-    """Raise ConfigError if two models differ in more than their weights, or have adapters that are not merged."""
     names = [model.origin or model.name or "a model" for model in (first, second)]
     for name, model in zip(names, (first, second), strict=True):
         if next(model.visual.parameters(), None) is None:
@@ -99,17 +95,7 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
 
 
 def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -> Iterator[CLIP]:
-    """Load models one by one that can be interpolated with the first.
-
-    Args:
-        sources: arguments of ``clipkit.load``.
-        name: as for ``clipkit.load``, like ``device``.
-
-    Raises:
-        ConfigError: a model differs from the first one in more than its weights, or an earlier one has the same
-            weights.
-        CheckpointError: a model cannot be loaded.
-    """
+    """Load models one by one that can be interpolated with the first."""
     first: CLIP | None = None
     sources_by_hash: dict[str, str] = {}
     for source in sources:

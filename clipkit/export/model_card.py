@@ -49,9 +49,6 @@ class Source:
     """The training run that produced the weights.
 
     Attributes:
-        run: name of the clipkit run, or "".
-        step: step of the checkpoint, or None.
-        scores: scores at that step.
         config: the run's configuration in TOML, or "".
     """
 
@@ -108,9 +105,7 @@ def render_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name
     """Write the README.md of an export.
 
     Args:
-        model: the exported model.
         targets: the record of each target (see ``clipkit.export.write``).
-        source: the training run.
         name: name of the export's folder, for the examples.
     """
     environment = templates(Path(__file__).with_name("templates"), html=False)

@@ -22,7 +22,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +32,7 @@ from clipkit.export.checks import Samples, max_difference, select_texts
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.files.terminal import counted
+from clipkit.formats.onnx import open_session
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 from clipkit.model.towers import Padded, normalize_halves
@@ -85,9 +85,6 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
     """Write the graphs, their configuration and tokenizer; return the names of the files.
 
     The model must be in evaluation mode, with float32 weights on the CPU.
-
-    Raises:
-        ConfigError: the exporter does not support this tower.
     """
     size, shape = model.preprocess.image_size, model.architecture.text
     length, classes = shape.context_length, list(shape.classes)
@@ -230,7 +227,7 @@ def compare_model_int8(model: CLIP, folder: Path, samples: Samples) -> str:
     ):
         folders = (folder / _FLOAT32, folder)
         sizes = [sum(path.stat().st_size for path in inner.glob(f"{file}*")) / 1e6 for inner in folders]
-        sessions = [_open_session(inner / file) for inner in folders]
+        sessions = [open_session(inner / file) for inner in folders]
         times: list[list[float]] = [[], []]
         for _ in range(_ROUNDS):
             for session, milliseconds in zip(sessions, times, strict=True):
@@ -245,20 +242,10 @@ def compare_model_int8(model: CLIP, folder: Path, samples: Samples) -> str:
 
 
 def _run_graphs(model: CLIP, folder: Path, samples: Samples, batch: int) -> tuple[Tensor, Tensor]:
-    """Run both graphs on the first samples; return unit-norm embeddings (batch, O) of images and texts."""
     tokens = model.tokenizer(samples.texts[:batch])  # trimmed to the longest text if the tower allows it
-    images = _open_session(folder / VISUAL).run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
-    texts = _open_session(folder / TEXTUAL).run(None, {"input_ids": tokens.numpy()})[0]
+    images = open_session(folder / VISUAL).run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
+    texts = open_session(folder / TEXTUAL).run(None, {"input_ids": tokens.numpy()})[0]
     return torch.as_tensor(images), torch.as_tensor(texts)
-
-
-def _open_session(path: Path) -> Any:
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3  # errors
-    options.intra_op_num_threads = torch.get_num_threads()
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
 
 _ONNX = """

@@ -29,8 +29,6 @@ class ExportTarget:
         example: returns Python code for the model card that loads the folder ``{folder}``.
         needs: import names of packages required by ``write``.
         apart: targets whose files have the same names, so that they need separate folders.
-        default: whether it is a default target.
-        texts: whether it includes the text tower.
         loads: whether ``clipkit.load`` can read the folder.
         resizes: whether the library resizes images differently and does not repair texts.
         channels: whether it can represent models of other than RGB images.

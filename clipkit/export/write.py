@@ -29,9 +29,8 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, describe_caller_steps, find_source, render_card
 from clipkit.export.targets import EXPORTS
-from clipkit.files.atomic import lock_output
+from clipkit.files.atomic import lock_output, resolve_output
 from clipkit.files.hub import HUB, check_push, push_folder
-from clipkit.files.patterns import resolve_output
 from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
@@ -71,15 +70,9 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
     """Write a model for other libraries, load it with each of them, and compare embeddings.
 
     Args:
-        model: the model, which is not modified.
         out: a folder that does not exist, is empty, or contains an earlier export.
         to: keys of ``EXPORTS``; by default the default targets to which the model can be exported.
         source: scores and configuration for the model card; None reads them from the run folder.
-
-    Raises:
-        ConfigError: the model cannot be exported to a library, the folder contains other files or another model, or
-            another process is writing to it.
-        CheckpointError: a library's embeddings differ from clipkit's, or the folder cannot be written.
     """
     targets = _select_targets(model, to)
     out = resolve_output(out)
@@ -132,7 +125,6 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
 
 
 def _select_targets(model: CLIP, to: Sequence[str]) -> list[str]:
-    """Return the targets without duplicates; reject unsupported ones and those that need separate folders."""
     for name in to:
         if name not in EXPORTS:
             raise ConfigError(f"unknown export target {name!r}: {nearest(name, EXPORTS)}")
@@ -214,7 +206,6 @@ class _Earlier:
 
     Attributes:
         other_targets: records of the targets that are not written again, by name.
-        stale: files of targets to be written again.
         card: digest of the model card as written.
     """
 

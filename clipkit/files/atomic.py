@@ -1,4 +1,4 @@
-"""Atomic file writes, and locks between processes."""
+"""Paths that users give, atomic file writes, and locks between processes."""
 
 import errno
 import fcntl
@@ -12,6 +12,27 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from clipkit.errors import ConfigError
+
+
+def name_order(name: str) -> tuple[int, str]:
+    """Sort key of file names in a folder: shorter ones first, so that 2.tar precedes 10.tar."""
+    return len(name), name
+
+
+def user_path(text: str) -> Path:
+    """Expand ``~``; if there is no home folder, keep it as part of the name."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        return Path(text)
+
+
+def resolve_output(path: Path) -> Path:
+    """Resolve a folder to write to."""
+    try:
+        return path.expanduser().resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"cannot create the folder {str(path)[:200]!r}: {error}") from error
 
 
 @contextmanager
@@ -98,11 +119,7 @@ class FileLock:
         self.holder = ""
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free, without waiting.
-
-        Raises:
-            OSError: the file cannot be created, or the filesystem does not support locks and must.
-        """
+        """Take the lock if it is free, without waiting."""
         with _guard:
             if self._path in _held:
                 self.holder = f"process {os.getpid()}"
@@ -123,11 +140,6 @@ class FileLock:
 
         Args:
             waiting: called once if the lock is not free at first; ``holder`` is known then.
-            timeout: in seconds.
-            poll: seconds between attempts.
-
-        Raises:
-            OSError: as for ``try_acquire``.
         """
         until, first = time.monotonic() + timeout, True
         while not self.try_acquire():
@@ -196,14 +208,8 @@ def lock_output(out: Path, command: str, *, lock: Path | None = None, timeout: f
     """Lock a file or folder while a command writes it. A filesystem without locks causes a warning.
 
     Args:
-        out: the file or folder.
-        command: name of the command.
         lock: the lock file, in an existing folder; by default a hidden file beside ``out``.
         timeout: seconds to wait for another process.
-
-    Raises:
-        ConfigError: another process is writing to ``out``.
-        OSError: the lock file cannot be created.
     """
     file_lock = FileLock(lock or out.with_name(f".{out.name[:200]}.lock"), optional=True)
     if not file_lock.acquire(lambda: None, timeout=timeout):

@@ -20,11 +20,7 @@ _FILES = (
 
 
 def fetch_repository(source: str) -> Path:
-    """Download a repository of the hub, ``hf-hub:OWNER/REPOSITORY``, and return its folder.
-
-    Raises:
-        ConfigError: it is not in the local cache, and downloading it failed.
-    """
+    """Download a repository of the hub, ``hf-hub:OWNER/REPOSITORY``, and return its folder."""
     from huggingface_hub import snapshot_download
 
     with _convert_download_errors(source):
@@ -32,12 +28,7 @@ def fetch_repository(source: str) -> Path:
 
 
 def fetch_published(source: str, published: Mapping[str, Any]) -> Path:
-    """Download weights from open_clip's registry; raises the same errors as ``fetch_repository``.
-
-    Args:
-        source: name for error messages.
-        published: the registry's entry.
-    """
+    """Download weights from open_clip's registry; raises the same errors as ``fetch_repository``."""
     from huggingface_hub import constants, snapshot_download
 
     with _convert_download_errors(source):
@@ -60,9 +51,6 @@ def check_push(repository: str) -> None:
     """Check the name of a repository, that the hub responds, and that it accepts the token of the user.
 
     The token is that of the environment variable HF_TOKEN or of a login; it is never part of a message.
-
-    Raises:
-        ConfigError: one of these is not the case.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils import validate_repo_id
@@ -92,15 +80,10 @@ def push_folder(
     folder are removed from the repository, and other files that it contains are kept.
 
     Args:
-        folder: the folder.
-        repository: OWNER/NAME.
         private: whether a new repository is private; an existing one is not changed.
         skipped: names of files that are not uploaded.
         listing: name of the file that lists the files of a folder.
         listed: reads it.
-
-    Raises:
-        ConfigError: the hub refuses it, or the connection failed.
     """
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -172,11 +155,7 @@ def _convert_download_errors(source: str) -> Iterator[None]:
 
 @contextmanager
 def convert_hub_errors(name: str) -> Iterator[None]:
-    """Convert errors of a library that reads a folder or a hub repository to ConfigError.
-
-    Raises:
-        ConfigError: reading failed.
-    """
+    """Convert errors of a library that reads a folder or a hub repository to ConfigError."""
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     try:

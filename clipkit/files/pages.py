@@ -19,12 +19,7 @@ _SHARED = Path(__file__).with_name("templates")
 
 @cache
 def templates(folder: Path, *, html: bool = True) -> "jinja2.Environment":
-    """Load templates from a folder and from the folder shared by all pages.
-
-    Args:
-        folder: contains templates, style sheets and scripts.
-        html: escape the output; False for Markdown.
-    """
+    """Load templates from a folder and from the folder shared by all pages."""
     import base64
     import hashlib
 
@@ -49,21 +44,13 @@ def templates(folder: Path, *, html: bool = True) -> "jinja2.Environment":
 
 
 def check_page(option: str, out: Path | None) -> None:
-    """Check that the file name of a page ends in .html, so that a slip replaces no other file.
-
-    Raises:
-        ConfigError: it ends in something else.
-    """
+    """Check that the file name of a page ends in .html, so that a slip replaces no other file."""
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(f"{option} {out} must be a file name ending in .html")
 
 
 def write_page(out: Path, text: str) -> Path:
-    """Write a page or table atomically, creating its folder; pipes and devices are written directly.
-
-    Raises:
-        DataError: it cannot be written.
-    """
+    """Write a page or table atomically, creating its folder; pipes and devices are written directly."""
     try:
         real = out.resolve()  # replace the target of a link, not the link
         if real.exists() and not real.is_file():  # such as /dev/null, which must not be replaced

@@ -13,7 +13,6 @@ def printable(text: str, most: int | None = None) -> str:
     """Escape control characters, including line ends.
 
     Args:
-        text: any text, such as a key or caption from data.
         most: maximum number of characters; "…" replaces the rest.
     """
     if most is not None and len(text) > most:
@@ -70,7 +69,7 @@ def redact_url(url: str) -> str:
 
 
 def redact_secrets(text: str) -> str:
-    """Apply ``shown`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
+    """Apply ``redact_url`` to every string in a configuration (TOML or JSON) that is a URL or a command."""
 
     def redact(match: re.Match[str]) -> str:
         text = match[1]
@@ -85,13 +84,7 @@ _PLAIN_EVERY_SECONDS = 10.0
 
 
 class CountProgress:
-    """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds.
-
-    Args:
-        what: text at the start of the line.
-        total: number of items; None if unknown.
-        shown: whether to print anything.
-    """
+    """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, what: str, *, total: int | None, shown: bool) -> None:
         self._what = what

@@ -13,13 +13,6 @@ from clipkit.formats.checkpoint import (
 from clipkit.formats.open_clip import find_newest_epoch
 
 __all__ = [
-    "check_free",
-    "find_newest_epoch",
-    "is_complete",
-    "latest_checkpoint",
-    "model_hash",
-    "parse_step",
-    "resolve_checkpoint",
-    "save_model",
-    "serialize_architecture",
+    "check_free", "find_newest_epoch", "is_complete", "latest_checkpoint", "model_hash", "parse_step",
+    "resolve_checkpoint", "save_model", "serialize_architecture",
 ]  # fmt: skip

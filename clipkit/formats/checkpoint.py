@@ -57,11 +57,7 @@ def compute_checksum(path: Path, *, threads: int = 0) -> str:
     the file's size, modification time and inode are unchanged.
 
     Args:
-        path: the file.
         threads: number of threads; 0 for one per core, up to 8.
-
-    Raises:
-        OSError: the file cannot be read.
     """
     status = path.stat()
     threads = threads or min(_MAX_THREADS, os.cpu_count() or 1)
@@ -109,11 +105,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
     It is the one named by LATEST if that is intact, otherwise the newest intact one.
 
     Args:
-        run: the run folder.
         needed: selects files by name whose checksums are verified; None for all.
-
-    Raises:
-        CheckpointError: the run has saved checkpoints, but they are missing, damaged or unreadable.
     """
     root = run / "checkpoints"
     pointer = _read_pointer(root)
@@ -161,17 +153,12 @@ def _read_pointer(root: Path) -> str | None:
 
 
 def resolve_checkpoint(source: Path) -> Path:
-    """Find the checkpoint folder for a path: a run folder, its ``checkpoints`` folder, or a checkpoint itself.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or none that is intact.
-    """
+    """Find the checkpoint folder for a path: a run folder, its ``checkpoints`` folder, or a checkpoint itself."""
     if (source / "model.json").is_file():
         return source
     run = source.parent if source.name == "checkpoints" else source
     checkpoint = latest_checkpoint(
-        run,
-        needed=lambda name: name in ("model.safetensors", "model.json") or name.startswith("tokenizer/"),
+        run, needed=lambda name: name in ("model.safetensors", "model.json") or name.startswith("tokenizer/")
     )
     if checkpoint is None:
         raise CheckpointError(
@@ -181,11 +168,7 @@ def resolve_checkpoint(source: Path) -> Path:
 
 
 def read_preprocess(folder: Path) -> Preprocess:
-    """Read the preprocessing of the model in a checkpoint folder.
-
-    Raises:
-        CheckpointError: model.json is missing, damaged or of another version.
-    """
+    """Read the preprocessing of the model in a checkpoint folder."""
     return Preprocess.from_dict(read_json(folder / "model.json").get("preprocess", {}))
 
 
@@ -256,11 +239,7 @@ def _read_listing(folder: Path) -> dict[str, tuple[int, str]]:
 
 
 def check_checksum(path: Path) -> None:
-    """Check a file of a checkpoint folder against COMPLETE, if that lists a checksum.
-
-    Raises:
-        CheckpointError: the checksum is wrong.
-    """
+    """Check a file of a checkpoint folder against COMPLETE, if that lists a checksum."""
     if not _is_unchanged(path, _read_listing(path.parent).get(path.name)):
         raise CheckpointError(
             f"{path} is damaged, its checksum is wrong: use another checkpoint, or remove {COMPLETE} beside "
@@ -276,11 +255,7 @@ def _is_unchanged(path: Path, listed: tuple[int, str] | None) -> bool:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        CheckpointError: the file cannot be read, or does not contain a JSON object.
-    """
+    """Read a JSON object from a file."""
     try:
         if path.stat().st_size > MAX_JSON:
             raise CheckpointError(f"{path} is too large to be a configuration")
@@ -298,15 +273,6 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
     """Write a model to a new folder (model.json, model.safetensors and the tokenizer's files), atomically.
 
     ``clipkit.load`` reads such a folder like a checkpoint.
-
-    Args:
-        model: an unsharded model on any device.
-        out: a folder that does not exist or is empty.
-        made_from: the model's origin, stored in model.json.
-
-    Raises:
-        ConfigError: the folder is not empty, or another process is writing to it.
-        CheckpointError: writing fails.
     """
     check_free(out)
     aside = out.with_name(f".{out.name}.partial")
@@ -332,11 +298,7 @@ def save_model(model: CLIP, out: Path, *, made_from: Mapping[str, Any] | None = 
 
 
 def check_free(out: Path) -> None:
-    """Check that a model can be written to a folder.
-
-    Raises:
-        ConfigError: the folder is not empty, has no name or cannot be accessed.
-    """
+    """Check that a model can be written to a folder."""
     try:
         held = out.is_dir() and any(out.iterdir())
         if held or not out.name or (out.exists() and not out.is_dir()):

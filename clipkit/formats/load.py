@@ -15,6 +15,7 @@ QuickGELU: the tensors are the same, and the wrong activation lowers scores with
 """
 
 import json
+import math
 import re
 import warnings
 from collections import Counter
@@ -26,6 +27,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -59,15 +61,8 @@ from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
 from clipkit.model.lora import add_adapters, merge_adapters
-from clipkit.model.names import (
-    OPEN_CLIP,
-    check_names,
-    create_architecture,
-    from_open_clip,
-    open_clip_config,
-)
+from clipkit.model.names import OPEN_CLIP, check_names, create_architecture, from_open_clip, open_clip_config
 from clipkit.model.preprocess import Preprocess
-from clipkit.model.resample import fit_positions
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer, has_tokenizer, open_folder_tokenizer
 
 _OPEN_CLIP_WEIGHTS = (
@@ -82,6 +77,12 @@ _MAX_LAYERS = 256
 # limit for values of position embeddings, which some towers compute even on the meta device
 _MAX_POSITIONS = 2**26
 _MAX_NAMES = 4  # in a message, per kind
+# of a ViT, of a ResNet's pooling, of a ViT of timm
+_IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
+_TEXT = ("positional_embedding", "text.positional_embedding")
+_CLASS_AT_THE_END = "text.cls_emb"  # of CoCa's text tower, whose last position belongs to a class token
+_KEPT = 20  # text positions that are kept in a longer table
+_MAX_PREFIXES = 5  # tokens before a grid: class, distillation, registers
 # exceptions that libraries raise for invalid configurations
 _REFUSALS = (
     ArithmeticError, AssertionError, AttributeError, ConfigError, ImportError, LookupError, MemoryError, OSError,
@@ -122,9 +123,6 @@ class StoredModel:
         file: the file or folder of the weights, for error messages.
         shape: the stored architecture, or the requested one if none is stored.
         tensors: a state dict with clipkit's names.
-        origin: description of the source.
-        name: name of the architecture, or "".
-        preprocess: the preprocessing of images.
         tokenizer: the tokenizer; None for that of the architecture.
         warning: what is assumed because the source does not record it, or "".
     """
@@ -148,10 +146,6 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
             also selects the preprocessing of published weights.
         image_size: side of the images in pixels; position embeddings are resampled. 0 keeps the stored size.
         context_length: longest text in tokens. 0 keeps the stored length.
-
-    Raises:
-        CheckpointError: the source does not exist, is damaged or inconsistent.
-        ConfigError: a name is unknown, or needs a network.
     """
     if not source:  # would be the current folder
         raise CheckpointError("no model is named: the path is empty")
@@ -182,20 +176,12 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
 
 
 def load_checkpoint(folder: Path) -> CLIP:
-    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode.
-
-    Raises:
-        CheckpointError: files are missing or damaged, or the weights do not match the stored architecture.
-    """
+    """Load the model of a checkpoint folder on the CPU, in float32 and evaluation mode."""
     return build_stored(_read_checkpoint(folder), LoadRequest())
 
 
 def outline_checkpoint(folder: Path) -> CLIP:
-    """Build the model of a checkpoint folder on the meta device; its weights are not read.
-
-    Raises:
-        CheckpointError: model.json is missing, damaged or of another version.
-    """
+    """Build the model of a checkpoint folder on the meta device; its weights are not read."""
     stored = _read_card(folder)
     with torch.device("meta"):
         return CLIP(stored.shape, name=stored.name, preprocess=stored.preprocess, tokenizer=stored.tokenizer)
@@ -434,7 +420,6 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
 
 
 def _read_card(folder: Path) -> StoredModel:
-    """Read all that a checkpoint stores of a model but the tensors."""
     card = read_json(folder / "model.json")
     if card.get("format") != FORMAT:
         raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
@@ -467,7 +452,6 @@ def _read_checkpoint(folder: Path) -> StoredModel:
 
 
 def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add a checkpoint's adapters to the model that they belong to."""
     adapters = _stored_adapters(folder)
     try:
         base = open_source(
@@ -490,11 +474,7 @@ def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tenso
 
 
 def check_base(folder: Path, weights: str) -> None:
-    """Check that the adapters of a checkpoint belong to the model with this hash.
-
-    Raises:
-        CheckpointError: they belong to other weights, or model.json describes no adapters.
-    """
+    """Check that the adapters of a checkpoint belong to the model with this hash."""
     adapters = _stored_adapters(folder)
     if adapters.hash != weights:
         raise CheckpointError(
@@ -541,7 +521,6 @@ def convert_open_clip(stored: StoredModel) -> StoredModel:
 
 
 def _check_agreement(stored: StoredModel, request: LoadRequest) -> None:
-    """Raise CheckpointError if the architecture or activation is not the requested one; sizes may differ."""
     if not request.name:
         return
     stored_shape = replace(stored.shape, logit_bias=False, small_data=False, decoder=None)
@@ -577,17 +556,12 @@ def build_from_tensors(
 ) -> CLIP:
     """Build a float32 model in evaluation mode with the given weights; all names and shapes must match.
 
+    They are compared before memory for the architecture is allocated.
+
     Args:
-        shape: the architecture.
         tensors: a state dict with the model's names.
         origin: where the tensors come from, for error messages.
-        name: name of the architecture.
-        preprocess: the model's image preprocessing.
-        tokenizer: the model's tokenizer.
         resample: whether to resample position embeddings of another size.
-
-    Raises:
-        CheckpointError: the weights do not match; raised before memory for the architecture is allocated.
     """
     skeleton = _build_skeleton(shape, name, origin)
     if skeleton is not None:
@@ -627,6 +601,62 @@ def _check_depth(value: object, name: str = "") -> None:
             raise ConfigError(f"{name} = {value} is more than {_MAX_LAYERS}")
 
 
+def fit_positions(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    """Resample the position embeddings to the wanted shapes; others of another shape are kept.
+
+    Image positions: the class token's is kept, the square grid is resized by antialiased bicubic interpolation
+    (Dosovitskiy et al. 2021, section 3.2). Text positions: a shorter length keeps the first ones. A longer one
+    keeps the first 20, the best trained ones, and stretches the others linearly (Long-CLIP, Zhang et al. 2024,
+    https://arxiv.org/abs/2403.15378). In both cases short texts keep their features, unless the text tower reads
+    padding (see ``TextArchitecture.reads_padding``).
+    """
+    fitted = dict(tensors)
+    for name in (*_IMAGE, *_TEXT):
+        if name not in tensors or name not in shapes or tensors[name].shape == shapes[name]:
+            continue
+        old = tensors[name]
+        shape = shapes[name]
+        same_kind = old.ndim == len(shape) and (old.shape[:-2], old.shape[-1]) == (shape[:-2], shape[-1])
+        if not same_kind or shape[:-2].numel() != 1:  # timm's have a first dimension of 1
+            continue  # for example another width, which the check of shapes reports
+        rows = old.flatten(0, -2)
+        length = shape[-2]
+        last = int(name in _TEXT and _CLASS_AT_THE_END in tensors)
+        if min(len(rows), length) <= last:
+            continue
+        if name in _IMAGE:
+            new = _resize_image_positions(rows, length)
+        else:
+            words = _resize_text_positions(rows[: len(rows) - last], length - last)
+            new = torch.cat([words, rows[len(rows) - last :]])
+        fitted[name] = new.view(shape)
+    return fitted
+
+
+def _resize_text_positions(old: Tensor, length: int) -> Tensor:
+    """Keep the first positions, and stretch those after the first 20 if there are too few."""
+    if length <= len(old):
+        return old[:length]
+    first = min(_KEPT, len(old) - 1)
+    stretched = F.interpolate(old[first:].float().T[None], length - first, mode="linear", align_corners=True)
+    return torch.cat([old[:first], stretched[0].T.to(old.dtype)])
+
+
+def _resize_image_positions(old: Tensor, length: int) -> Tensor:
+    """Resize a grid after k other tokens: (k + g², D) → (length, D)."""
+    for prefixes in range(_MAX_PREFIXES + 1):
+        side = math.isqrt(max(0, len(old) - prefixes))
+        new_side = math.isqrt(max(0, length - prefixes))
+        if side and new_side and side**2 + prefixes == len(old) and new_side**2 + prefixes == length:
+            break
+    else:
+        raise CheckpointError(f"{len(old)} image positions are not a class token and a square grid")
+    grid = old[prefixes:].float().T.unflatten(1, (side, side))[None]  # (1, D, g, g)
+    size = (new_side, new_side)
+    resized = F.interpolate(grid, size, mode="bicubic", antialias=True, align_corners=False)
+    return torch.cat([old[:prefixes], resized[0].flatten(1).T.to(old.dtype)])
+
+
 def _fit_tensors(
     model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path, resample: bool
 ) -> Mapping[str, Tensor]:
@@ -644,11 +674,7 @@ def _fit_tensors(
 
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
-    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device.
-
-    Raises:
-        CheckpointError: tensors are missing, unexpected or have other shapes; the message groups them by layer.
-    """
+    """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device."""
     expected = model.state_dict()
     misshapen = []
     for name in sorted(expected.keys() & tensors.keys()):

@@ -75,15 +75,10 @@ class _Session(nn.Module):
     def __init__(self, file: Path) -> None:
         super().__init__()
         try:
-            import onnxruntime
+            self.session = open_session(file)
+            (self.feed,) = (entry.name for entry in self.session.get_inputs())
         except ModuleNotFoundError as error:
             raise ConfigError(f"{file} needs onnxruntime: pip install -e '.[export]'") from error
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3  # errors
-        options.intra_op_num_threads = torch.get_num_threads()
-        try:
-            self.session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-            (self.feed,) = (entry.name for entry in self.session.get_inputs())
         except Exception as error:  # its errors have no common base
             cause = str(error).strip().split("\n")[0]
             raise CheckpointError(f"cannot read {file}: {cause}") from error
@@ -99,13 +94,18 @@ class _Session(nn.Module):
         )
 
 
-def load_onnx(folder: Path) -> CLIP:
-    """Load a folder that ``clipkit export --to onnx`` wrote.
+def open_session(file: Path) -> Any:
+    """Open a graph with onnxruntime, for as many threads as torch has."""
+    import onnxruntime
 
-    Raises:
-        CheckpointError: it is damaged, or its tokenizer is not CLIP's.
-        ConfigError: onnxruntime is not installed.
-    """
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = torch.get_num_threads()
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def load_onnx(folder: Path) -> CLIP:
+    """Load a folder that ``clipkit export --to onnx`` wrote."""
     try:
         config = msgspec.convert(read_json(folder / ONNX_CONFIG), _Config)
         image_graph = folder / Path(config.image.file).name
@@ -142,7 +142,6 @@ def load_onnx(folder: Path) -> CLIP:
 
 
 def _hash_graph(file: Path) -> str:
-    """Hash a graph and the weights beside it."""
     digest = hashlib.sha256()
     for path in (file, file.with_name(f"{file.name}.data")):
         if path is file or path.exists():

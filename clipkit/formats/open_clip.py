@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ def convert_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = 
     """Convert a state dict of open_clip or OpenAI to clipkit's names.
 
     Args:
-        tensors: the state dict.
         flat: whether the text tower is clipkit's transformer, whose names have no prefix; others start with
             ``text.``.
         decoder: whether to keep CoCa's decoder of captions.
@@ -64,9 +64,6 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     """Infer the architecture of a plain ViT or ResNet CLIP from the shapes of its tensors.
 
     Assumes GELU and a head width of 64, as in all of OpenAI's models.
-
-    Raises:
-        CheckpointError: the tensors match neither.
     """
 
     def count(prefix: str) -> int:
@@ -141,22 +138,16 @@ def find_architectures(tensors: Mapping[str, Tensor]) -> list[str]:
         if config["embed_dim"] == inferred.embed_dim and not config["text_cfg"].get("hf_model_name"):
             candidates[OPEN_CLIP + name] = from_open_clip(config)
     inferred_outline = outline(inferred)
-    exact = [name for name, shape in candidates.items() if outline(shape) == inferred_outline]
-    if exact:
-        return exact[:_MAX_SHOWN]
+    sizes = {
+        "image_size": inferred.vision.image_size, "context_length": inferred.text.context_length,
+    }  # fmt: skip
     names = []
     for name, shape in candidates.items():
-        if outline(shape) is None:
-            continue
-        try:
-            resized = shape.replace_size(
-                image_size=inferred.vision.image_size, context_length=inferred.text.context_length
-            )
-        except ConfigError:  # not a multiple of its patch size
-            continue
-        if outline(resized) == inferred_outline:
-            names.append(name)
-    return names[:_MAX_SHOWN]
+        with suppress(ConfigError):  # not a multiple of its patch size
+            if outline(shape) is not None and outline(shape.replace_size(**sizes)) == inferred_outline:
+                names.append(name)
+    exact = [name for name in names if outline(candidates[name]) == inferred_outline]
+    return (exact or names)[:_MAX_SHOWN]
 
 
 def find_newest_epoch(folder: Path) -> Path | None:
@@ -183,7 +174,6 @@ class TrainingRecord:
 
     Attributes:
         architecture: the architecture; None if the record does not determine it.
-        name: name of the architecture, or "".
         lacking: why the architecture is unknown, for an error message.
         preprocess: preprocessing settings that differ from CLIP's; None if they are not recorded.
     """
@@ -195,11 +185,7 @@ class TrainingRecord:
 
 
 def read_training_record(file: Path) -> TrainingRecord:
-    """Read params.txt in a checkpoint's folder or its parent.
-
-    Raises:
-        CheckpointError: the record is inconsistent.
-    """
+    """Read params.txt in a checkpoint's folder or its parent."""
     paths = [folder / "params.txt" for folder in (file.parent, file.parent.parent)]
     params = next((path for path in paths if path.is_file()), None)
     if params is None:
@@ -251,12 +237,7 @@ def read_training_record(file: Path) -> TrainingRecord:
 
 
 def read_folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
-    """Read the architecture and the preprocessing settings in open_clip_config.json.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is not of this kind.
-        ConfigError: the architecture is not supported.
-    """
+    """Read the architecture and the preprocessing settings in open_clip_config.json."""
     file = folder / "open_clip_config.json"
     config = read_json(file)
     model_config = config.get("model_cfg")

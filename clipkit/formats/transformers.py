@@ -67,11 +67,7 @@ _TEXT: dict[str, Any] = {
 def from_transformers(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[Architecture, dict[str, Tensor]]:
-    """Convert the config.json and state dict of a ``CLIPModel`` to an architecture and weights in clipkit's names.
-
-    Raises:
-        CheckpointError: it is another model, or not a plain ViT CLIP.
-    """
+    """Convert the configuration and state dict of a ``CLIPModel`` to an architecture and clipkit's names."""
     if config.get("model_type") != "clip":
         raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel")
     if config.get("auto_map"):
@@ -125,11 +121,7 @@ def from_transformers(
 
 
 def read_end_of_text(config: Mapping[str, Any]) -> int:
-    """Return the token at which a ``CLIPModel`` reads text features; see ``clipkit.model.tokenizer``.
-
-    Raises:
-        CheckpointError: it is not in the vocabulary.
-    """
+    """Return the token at which a ``CLIPModel`` reads text features; see ``clipkit.model.tokenizer``."""
     text = _read_tower(config, "text", _TEXT)
     end = text["eos_token_id"]
     size = text["vocab_size"]
@@ -235,11 +227,7 @@ def build_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict
 
 
 def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, channels: int = 3) -> Preprocess:
-    """Convert preprocessor_config.json for a model of the given image size; {} means CLIP's preprocessing.
-
-    Raises:
-        CheckpointError: the preprocessing differs from CLIP's in kind.
-    """
+    """Convert preprocessor_config.json for a model of the given image size; {} means CLIP's preprocessing."""
     where = "preprocessor_config.json"
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(step) not in (None, True):

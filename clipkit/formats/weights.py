@@ -73,10 +73,6 @@ def read_weights(path: Path) -> StoredWeights:
 
     Of a training checkpoint, only the model's tensors use memory. If a file contains several state dicts, trained
     weights take precedence over their moving average. No code from the file is run.
-
-    Raises:
-        CheckpointError: the file does not exist, is damaged, contains no tensors, has another format, or its pickle
-            refers to anything that tensors do not need.
     """
     try:
         if path.is_dir():
@@ -113,7 +109,6 @@ def _common_wrapper(names: Iterable[str]) -> str:
 
 
 def _read_file(path: Path) -> tuple[dict[str, Tensor], Notes]:
-    """Read tensors and notes of a file, without changing names."""
     with path.open("rb") as file:
         start = file.read(64)
     # check safetensors first, because the 8 bytes of its header's length may look like another format
@@ -153,7 +148,6 @@ def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], Notes]:
 
 
 def _read_index(path: Path) -> tuple[dict[str, Tensor], Notes]:
-    """Read the tensors of several files, listed in a JSON file."""
     index = read_json(path)
     files = index.get("weight_map")
     if not isinstance(files, dict):
@@ -396,7 +390,6 @@ def _map_storage(entry: _Entry, content: mmap.mmap) -> torch.UntypedStorage:
 
 
 def _select_state_dict(content: object, path: Path) -> dict[str, StoredTensor]:
-    """Find the state dict in the content of a ``torch.save`` file."""
     if not isinstance(content, dict):
         raise CheckpointError(
             f"{path} contains no state dict; save one with torch.save(model.state_dict(), FILE)"
@@ -471,7 +464,6 @@ def _read_zip(path: Path) -> tuple[dict[str, Tensor], Notes]:
 
 
 def _walk_script(module: _ScriptObject, prefix: str = "") -> Iterator[tuple[str, StoredTensor]]:
-    """Iterate over the tensors of a TorchScript module: parameters, buffers and other attributes."""
     if not isinstance(module.state, dict):
         return
     for name, value in module.state.items():

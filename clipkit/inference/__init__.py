@@ -3,8 +3,8 @@
 from clipkit.inference.calibrate import wilson_interval
 from clipkit.inference.explain import enlarged, heat_colors, overlay
 from clipkit.inference.inputs import Item, Sample
-from clipkit.inference.pairs import PairEncoder, PairFeatures, closest
 from clipkit.inference.storage import content_digest, storage_of, unpacked
+from clipkit.inference.stream import PairEncoder, PairFeatures, closest
 
 __all__ = [
     "Item", "PairEncoder", "PairFeatures", "Sample", "closest", "content_digest", "enlarged", "heat_colors",

@@ -37,7 +37,6 @@ class HeldOut:
     Attributes:
         accepted: number of labels that were predicted above their thresholds.
         precision: fraction of these that are right, with its 95% interval (Wilson).
-        low, high: the interval.
         recall: fraction of the true labels that were predicted above their thresholds.
         ece: expected calibration error of the most probable label in 15 bins, before and after calibration; None
             for several labels per image.
@@ -57,12 +56,10 @@ class Calibration:
     """Probabilities and thresholds of labels, for one model.
 
     Attributes:
-        weights: hash of the model.
         labels, templates: C labels and the prompts.
         several: whether images may have several labels.
         biases: C values b.
         thresholds: by label, the probability from which it is accepted; more than 1: never.
-        target: the precision that was asked for.
         held_out: what the thresholds do on other images.
         decoding: how images were decoded, in words; None in files of earlier versions.
     """
@@ -129,8 +126,6 @@ def calibrate(
         labels, templates, weights: see ``Calibration``.
         scale: the model's own a, for the error before calibration.
         several: whether images may have several labels.
-        target: the precision to reach, 0 to 1.
-        seed: seed of the fifths.
     """
     if len(targets) < 2 * FOLDS:
         raise DataError(
@@ -212,7 +207,6 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
 
 
 def _select_predicted(probabilities: Tensor, *, several: bool) -> Tensor:
-    """Return (N, C) bool, the labels that may be accepted: all, or only the most probable one."""
     if several:
         return torch.ones_like(probabilities, dtype=torch.bool)
     best = probabilities.argmax(dim=1, keepdim=True)
@@ -248,7 +242,6 @@ def wilson_interval(hits: float, n: float, *, miss: float = 0.05) -> tuple[float
 
     Args:
         hits: 0 … n, not necessarily an integer.
-        n: number of trials.
         miss: probability of missing the true value, half at each end.
     """
     if not n:

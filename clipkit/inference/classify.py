@@ -26,7 +26,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -35,9 +35,8 @@ from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import replacing
+from clipkit.files.atomic import replacing, user_path
 from clipkit.files.pages import check_page, write_page
-from clipkit.files.patterns import user_path
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
@@ -72,14 +71,6 @@ class Classification:
     margin: float  # between the two most probable labels, or to a threshold if that is nearer
 
 
-@dataclass(order=True, frozen=True)
-class _Uncertain:
-    """An image, ordered so that the most certain one is the least."""
-
-    negative_margin: float
-    classification: Classification = field(compare=False)
-
-
 def classify_images(
     stream: Stream,
     features: FeatureStream,
@@ -93,7 +84,6 @@ def classify_images(
     """Classify the images of a stream.
 
     Args:
-        features: the encoder.
         labels: C names.
         weights: (O, C), see ``clipkit.zero_shot_classifier``.
         top: number of labels per image at most; with several labels, the most probable accepted ones.
@@ -196,7 +186,7 @@ def run_classify(options: ClassifyOptions) -> int:
     )
     top = min(options.top, len(labels))
     below = not (options.none or options.multi_label)
-    uncertain: list[_Uncertain] = []
+    uncertain: list[tuple[float, int, Classification]] = []  # a heap whose least is the most certain one
     done = failed = cut = 0
     with _open_writer(options.out, top) as writer:
         features = FeatureStream.from_options(options)
@@ -225,7 +215,7 @@ def run_classify(options: ClassifyOptions) -> int:
                     cut += options.multi_label and outcome.accepted > len(outcome.labels)
                     if options.review is not None:
                         keep = heapq.heappush if len(uncertain) < _REVIEWED else heapq.heappushpop
-                        keep(uncertain, _Uncertain(-outcome.margin, outcome))
+                        keep(uncertain, (-outcome.margin, -done, outcome))
                     if writer is not None:
                         writer.write(outcome)
                     else:
@@ -249,21 +239,22 @@ def run_classify(options: ClassifyOptions) -> int:
     if options.out is not None:
         _print(f"wrote {counted(done, 'image')} to {options.out}")
     if options.review is not None:
-        _print(f"wrote {_write_review(options.review, uncertain, labels)}")
+        least_certain = [classification for *_, classification in sorted(uncertain, reverse=True)]
+        _print(f"wrote {_write_review(options.review, least_certain, labels)}")
     return 0 if done else 1
 
 
-def _write_review(out: Path, uncertain: Sequence[_Uncertain], labels: Sequence[str]) -> Path:
+def _write_review(out: Path, uncertain: Sequence[Classification], labels: Sequence[str]) -> Path:
     """Write the page of the least certain images; those that cannot be read again are left out."""
     from clipkit.inference.search import TEMPLATES, Hit, embed_thumbnail  # requires the extra pack
 
     images = []
-    for entry in sorted(uncertain, reverse=True):
-        image, source = entry.classification.image, entry.classification.source
-        hit = Hit(id="", similarity=0.0, path=image, source=source, metadata={})
-        thumbnail = embed_thumbnail(hit)
+    for entry in uncertain:
+        thumbnail = embed_thumbnail(
+            Hit(id="", similarity=0.0, path=entry.image, source=entry.source, metadata={})
+        )
         if thumbnail is not None:
-            images.append({"found": entry.classification, "image": thumbnail})
+            images.append({"found": entry, "image": thumbnail})
     page = TEMPLATES.get_template("review.html").render(
         title="Labels to review",
         lead="The least certain images first. Choose the right label where it is wrong, then save the corrections.",
@@ -345,18 +336,18 @@ def _calibrate_on_folder(
     if not out.parent.is_dir():
         raise ConfigError(f"{out.parent} is not a folder: create it first")
     indices = {label: i for i, label in enumerate(labels)}
-    rows: dict[bytes, Tensor] = {}  # by content
-    marked: dict[bytes, set[int]] = {}
+    rows: dict[str, Tensor] = {}  # by the digest of the image
+    marked: dict[str, set[int]] = {}
     for outcome in features.run(((0, item) for item in Stream([str(folder)])), kind="image"):
         if isinstance(outcome, Failure):
             raise DataError(f"{outcome.item.key}: {outcome.cause}")
-        for item, content, row in zip(outcome.items, outcome.contents, outcome.rows, strict=True):
+        for item, digest, row in zip(outcome.items, outcome.digests, outcome.rows, strict=True):
             image = Path(item.key)
             name = image.relative_to(folder).parts[0] if image.is_relative_to(folder) else ""
             if name not in indices and name != NONE:
                 raise DataError(f"{item.key} is not in the folder of a label: expected {folder}/LABEL/IMAGE")
-            rows[content] = torch.from_numpy(row) @ weights.float().cpu()
-            marked.setdefault(content, set()).update({indices[name]} if name != NONE else ())
+            rows[digest] = torch.from_numpy(row) @ weights.float().cpu()
+            marked.setdefault(digest, set()).update({indices[name]} if name != NONE else ())
     targets = torch.zeros(len(rows), len(labels), dtype=torch.bool)
     for row, image_labels in enumerate(marked.values()):
         targets[row, sorted(image_labels)] = True

@@ -4,7 +4,7 @@ The items of all sources are numbered. Part p contains items p·n to (p + 1)·n 
 the number of processes, always from the start, so its file is bit-identical regardless of which process writes it
 and how often the run is interrupted. A part is written again if the names or content of its items have changed.
 Content is read again only if the size, a time stamp or the inode of a file has changed; see
-``clipkit.inference.folder``. Rows of images whose content is unchanged are reused. Batches of images are padded to
+``clipkit.inference.folder``. Rows of images with the same content are reused. Batches of images are padded to
 one size, so that these rows equal those of a new folder.
 
 On a Ray cluster each part is encoded by a task, whose result the calling process writes. A part that is lost with
@@ -32,18 +32,10 @@ import clipkit
 from clipkit.cli import ModelOptions
 from clipkit.distributed import rank_and_world
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.cluster import ray_cluster, ray_tasks
+from clipkit.files.processes import ray_cluster, ray_tasks
 from clipkit.files.terminal import CountProgress, counted, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.folder import (
-    ContentDigest,
-    EmbeddingFolder,
-    Manifest,
-    Part,
-    PartDigest,
-    Totals,
-    only_writer,
-)
+from clipkit.inference.folder import EmbeddingFolder, Manifest, Part, Totals, only_writer
 from clipkit.inference.inputs import Item, Sample, Stream, recorded_members
 from clipkit.inference.storage import STORAGE, ReusableRows, recall, unpacked
 from clipkit.inference.stream import Failure, FeatureStream
@@ -67,14 +59,8 @@ class Encoded:
     """Summary of one process's work.
 
     Attributes:
-        folder: folder of the embeddings, such as OUT/img_emb.
-        files: number of embedding files of all processes.
         written: number of files written by this process.
         complete_files: number of files that were already complete.
-        stale: number of this process's files that existed but were out of date.
-        unknown: number of stale files written by an earlier version, which did not record content digests.
-        compared: number of this process's files kept because their content is unchanged although times or inodes
-            differ.
         empty_lines: number of empty lines in lists of texts; they are encoded like any other.
         done: number of items processed by this process.
         reused: number of those whose rows were taken from outdated files.
@@ -85,13 +71,9 @@ class Encoded:
         recall: recall@10 of the sample as it is stored, against float32; None if it is too small.
     """
 
-    folder: Path
-    files: int
+    folder: EmbeddingFolder
     written: int
     complete_files: int
-    stale: int
-    unknown: int
-    compared: int
     empty_lines: int
     done: int
     failed: int
@@ -114,12 +96,10 @@ def encode(
     """Encode the images or captions of a stream into a folder; see ``clipkit.inference.folder``.
 
     Args:
-        stream: the items to encode.
-        features: the encoder.
         options: ``out`` may be the folder of an earlier run with the same settings and the same or fewer sources,
             which is resumed. The manifest records ``model`` and ``sources``.
         process: index of this process, which encodes only its own parts.
-        encode_parts: encodes parts elsewhere, in any order, see ``RayEncoder``; None encodes in this process.
+        encode_parts: encodes parts elsewhere, in any order, see ``encode_on_ray``; None encodes in this process.
     """
     assert options.rows_per_file >= 1
     rows_per_file = options.rows_per_file
@@ -153,17 +133,6 @@ def encode(
         dim=features.model.dim if features.model.dim < features.model.architecture.embed_dim else 0,
     )
 
-    def contents(parts: Sequence[int]) -> dict[int, str]:
-        """Read the items of some parts (ascending) and return the digest of each part's content."""
-        digests = {part: ContentDigest() for part in parts}
-        items = _items_of(stream, parts, rows_per_file)
-        with CountProgress("comparing", total=sum(map(manifest.items_of, parts)), shown=progress) as bar:
-            read = features.contents(items, kind=stream.kind, captions=captions)
-            for done, (part, item, content) in enumerate(read, 1):
-                digests[part].add(item, content)
-                bar.show(done)
-        return {part: digest.hexdigest() for part, digest in digests.items()}
-
     with only_writer(options.out, process, processes):
         folder = EmbeddingFolder(
             options.out,
@@ -172,7 +141,6 @@ def encode(
             process=process,
             processes=processes,
             retry_failed=options.retry_failed,
-            contents=contents,
         )
         complete = [part for part in range(manifest.files) if folder.is_done(part)]
         assigned = sorted({*range(process, manifest.files, processes)} - {*complete})
@@ -186,9 +154,9 @@ def encode(
                 for part in parts:
                     folder.write(part)
                     sample += part.sample
-                    done = done + len(part)
-                    failed = failed + len(part.failures)
-                    written = written + 1
+                    done += len(part)
+                    failed += len(part.failures)
+                    written += 1
                     reused += part.reused
                     bar.show(done, failed)
         if written < len(assigned):
@@ -196,13 +164,9 @@ def encode(
         sampled = np.concatenate(sample) if sample else np.zeros((0, 1), np.float32)
         enough = len(sampled) >= _LEAST_SAMPLE
         return Encoded(
-            folder=folder.out / folder.embeddings,
-            files=manifest.files,
+            folder=folder,
             written=written,
             complete_files=len(complete),
-            stale=folder.stale,
-            unknown=folder.unknown,
-            compared=folder.compared,
             empty_lines=empty_lines,
             done=done,
             failed=failed,
@@ -233,8 +197,8 @@ def _parts_of(
         part = parts.setdefault(outcome.part, Part(outcome.part, dtype=manifest.dtype, every=every))
         part.add(outcome)
         if isinstance(outcome, Failure):
-            done = done + 1
-            failed = failed + 1
+            done += 1
+            failed += 1
         else:
             done += len(outcome.items)
         show(done, failed)
@@ -244,42 +208,39 @@ def _parts_of(
             yield parts.pop(part.number)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayEncoder:
-    """Encodes each part in a task of a Ray cluster, on one CPU or, if the model is on one here, one GPU.
+def encode_on_ray(
+    items: Iterator[tuple[int, Item]],
+    manifest: Manifest,
+    features: FeatureStream,
+    show: Callable[[int, int], None],
+    *,
+    address: str,
+    options: ModelOptions,
+) -> Parts:
+    """Encode each part in a task of a Ray cluster, on one CPU or, if the model is on one here, one GPU.
 
-    Attributes:
+    Args:
         address: the cluster, see ``ray_cluster``.
-        options: the options of ``FeatureStream.from_options``.
+        options: those of ``FeatureStream.from_options``.
+
+    Yields:
+        parts in the order in which they are complete.
     """
+    on_gpu = features.device.type == "cuda"
+    options = replace(options, batch_size=features.batch_size, device=features.device.type)
+    if options.workers is None and not on_gpu:
+        options = replace(options, workers=1)
 
-    address: str
-    options: ModelOptions
+    def arguments() -> Iterator[tuple[object, ...]]:
+        for _, group in groupby(items, key=itemgetter(0)):
+            task_parts = list(group)
+            yield task_parts, manifest, options, _a_file_of(task_parts)
 
-    def __call__(
-        self,
-        items: Iterator[tuple[int, Item]],
-        manifest: Manifest,
-        features: FeatureStream,
-        show: Callable[[int, int], None],
-    ) -> Parts:
-        """Yield parts in the order in which they are complete; see ``encode``."""
-        on_gpu = features.device.type == "cuda"
-        options = replace(self.options, batch_size=features.batch_size, device=features.device.type)
-        if options.workers is None and not on_gpu:
-            options = replace(options, workers=1)
-
-        def arguments() -> Iterator[tuple[object, ...]]:
-            for _, group in groupby(items, key=itemgetter(0)):
-                task_parts = list(group)
-                yield task_parts, manifest, options, _a_file_of(task_parts)
-
-        with ray_cluster(self.address, [Path(clipkit.__file__).parent]) as ray:
-            for part, counts in ray_tasks(
-                ray, _encode_part, arguments(), resource="GPU" if on_gpu else "CPU"
-            ):
-                features.counts.merge(counts)
-                yield part
+    with ray_cluster(address, [Path(clipkit.__file__).parent]) as ray:
+        resource = "GPU" if on_gpu else "CPU"
+        for part, counts in ray_tasks(ray, _encode_part, arguments(), resource=resource):
+            features.counts.merge(counts)
+            yield part
 
 
 _here: dict[str, FeatureStream] = {}  # the model of this worker of Ray, by its options
@@ -341,45 +302,40 @@ def _items_of(stream: Stream, parts: Iterable[int], length: int) -> Iterator[tup
             yield part, item
 
 
-def _survey(
-    stream: Stream, length: int, show: Callable[[int], None]
-) -> tuple[int, list[PartDigest], bool, int]:
+def _survey(stream: Stream, length: int, show: Callable[[int], None]) -> tuple[int, list[str], bool, int]:
     """Read the names of all items without their content.
 
     Returns:
         The number of items, a digest of each part of ``length`` items, whether there are captions, and the number
         of empty lines in lists of texts.
     """
-    digests: list[tuple[str, str]] = []
-    names = hashlib.sha256()
-    files = hashlib.sha256()
+    digests: list[str] = []
+    part_digest = hashlib.sha256()
     count = 0
     captions = False
     empty = 0
     for count, item in enumerate(stream, 1):
         text = item.caption if isinstance(item.caption, str) else ""
-        for part in (item.source, item.key, text):
-            names.update(part.encode("utf-8", "surrogatepass") + b"\0")
         stamp = item.stamp
         if stream.kind == "image" and isinstance(item.image, Path):
             with suppress(OSError, ValueError):
                 status = item.image.stat()
                 # with ctime and inode, because renaming and unpacking can preserve size and modification time
                 stamp = f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
-        files.update(stamp.encode() + b"\0")
+        for value in (item.source, item.key, text, stamp):
+            part_digest.update(value.encode("utf-8", "surrogatepass") + b"\0")
         captions = captions or item.caption is not None
         empty += isinstance(item.caption, str) and not text.strip()
         if count % length == 0:
-            digests.append((names.hexdigest(), files.hexdigest()))
-            names = hashlib.sha256()
-            files = hashlib.sha256()
+            digests.append(part_digest.hexdigest())
+            part_digest = hashlib.sha256()
         if count % 1000 == 0:
             show(count)
     if count % length:
-        digests.append((names.hexdigest(), files.hexdigest()))
+        digests.append(part_digest.hexdigest())
     # the digest depends on whether there are captions, since that determines the columns of all files
-    found_digests = [PartDigest(names=f"{name[:31]}{captions:d}", files=file[:32]) for name, file in digests]
-    return count, found_digests, captions, empty if stream.kind == "caption" else 0
+    digests = [f"{digest[:31]}{captions:d}" for digest in digests]
+    return count, digests, captions, empty if stream.kind == "caption" else 0
 
 
 def run_encode(options: EncodeOptions) -> int:
@@ -408,7 +364,9 @@ def run_encode(options: EncodeOptions) -> int:
             options,
             process=process,
             processes=processes,
-            encode_parts=RayEncoder(address=options.ray, options=options) if options.ray else None,
+            encode_parts=partial(encode_on_ray, address=options.ray, options=options)
+            if options.ray
+            else None,
         )
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -427,30 +385,25 @@ def run_encode(options: EncodeOptions) -> int:
 
 def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     totals = encoded.totals
+    folder = encoded.folder
+    files = counted(folder.manifest.files, "file")
     listing = options.out / "failures.jsonl"
-    compared = ""
-    if encoded.compared:
-        compared = (
-            f"; {encoded.compared:,} compared by content because times or inodes of source files changed"
-        )
     if not encoded.written:
         there = ""
         if totals is not None:
             failed = f", {totals.failures:,} failed before ({listing})" if totals.failures else ""
             there = f": {counted(totals.rows, 'embedding')} already complete{failed}"
-        print(f"{who}nothing to do{there}{compared}")
+        print(f"{who}nothing to do{there}")
         return
     what = counted(encoded.done, "text" if options.text else "image")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
     already_complete = f"; {encoded.complete_files:,} already complete" if encoded.complete_files else ""
     why = "" if options.retry_failed else " because their sources changed"
-    if encoded.unknown:
-        why = " because an earlier version wrote them without recording the content of their sources"
-    stale = f"; {encoded.stale:,} of them replaced{why}" if encoded.stale else ""
+    stale = f"; {folder.stale:,} of them replaced{why}" if folder.stale else ""
     reused = f", {encoded.reused:,} of them unchanged and not encoded again" if encoded.reused else ""
     print(
         f"{who}{what}{reused} in {encoded.seconds:,.1f} s ({rate}), "
-        f"wrote {encoded.written:,} of {counted(encoded.files, 'file')}{stale}{already_complete}{compared}"
+        f"wrote {encoded.written:,} of {files}{stale}{already_complete}"
     )
     if encoded.recall is not None and options.dtype != "float32":
         dimension = f" of dimension {options.dim}" if options.dim else ""
@@ -463,14 +416,9 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     if encoded.empty_lines:
         print(f"{counted(encoded.empty_lines, 'empty line')} encoded like any other text")
     if totals.failures:
-        print(f"{totals.failures:,} failed, listed in {listing}{_first_cause(listing)}")
-    print(
-        f"{counted(totals.rows, 'embedding')} of dimension {totals.width} "
-        f"in {counted(encoded.files, 'file')} in {encoded.folder}"
-    )
-
-
-def _first_cause(listing: Path) -> str:
-    with listing.open(encoding="utf-8") as file:
-        failure = json.loads(file.readline())
-    return f"; the first: {printable(failure['key'])}: {failure['cause']}"
+        with listing.open(encoding="utf-8") as file:
+            failure = json.loads(file.readline())
+        first = f"{printable(failure['key'])}: {failure['cause']}"
+        print(f"{totals.failures:,} failed, listed in {listing}; the first: {first}")
+    where = folder.out / folder.embeddings
+    print(f"{counted(totals.rows, 'embedding')} of dimension {totals.width} in {files} in {where}")

@@ -1,20 +1,22 @@
-"""``clipkit explain``: write heatmaps of prompts in an image as a PNG."""
+"""``clipkit explain`` and ``clipkit complete``: write heatmaps or completions of an image as a PNG."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from clipkit.api import explain
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.atomic import replacing
-from clipkit.files.terminal import printable
+from clipkit.files.terminal import CountProgress, printable
 from clipkit.inference.stream import load_for_inference
-from clipkit.model.preprocess import Preprocess, eval_pixels
-from clipkit.options import ExplainOptions
+from clipkit.model.pixels import PixelTransformer
+from clipkit.model.preprocess import eval_pixels
+from clipkit.options import CompleteOptions, ExplainOptions
 
 # of an image and its label, in pixels
 SIDE = 320
@@ -43,14 +45,55 @@ def overlay(image: Image.Image, heat: npt.NDArray[np.float32]) -> Image.Image:
 
 
 def run_explain(options: ExplainOptions) -> int:
-    """Run the command and return its exit status."""
+    """Run ``clipkit explain`` and return its exit status."""
     check_files(options.image, options.out)
     model = load_for_inference(options)
     heat = explain(options.image, options.prompts, model)[0].numpy()  # (T, g, g)
-    image = _crop_as_seen(options.image, model.preprocess)
+    image = enlarged(eval_pixels(options.image, model.preprocess), SIDE)
     images = [image, *(overlay(image, heatmap) for heatmap in heat)]
     write_png(sheet(images, ["", *map(printable, options.prompts)]), options.out)
     return 0
+
+
+def run_complete(options: CompleteOptions) -> int:
+    """Run ``clipkit complete`` and return its exit status."""
+    check_files(options.image, options.out)
+    model = load_for_inference(options)
+    visual = model.visual
+    if not isinstance(visual, PixelTransformer) or not visual.causal:
+        raise ConfigError(
+            f"{options.model} does not predict the next pixel: train one with model.image=pixels:SIZE and "
+            "image_gpt.weight=1"
+        )
+    pixels = eval_pixels(options.image, model.preprocess)[None].to(visual.palette.device)  # (1, 3, S, S)
+    with torch.inference_mode():
+        colors = visual.quantize_colors(pixels)  # (1, P)
+        side = pixels.shape[-1]
+        given_pixels = round(options.keep * side) * side  # whole rows
+        random = torch.Generator(colors.device).manual_seed(options.seed)
+        with CountProgress("pixels", total=side**2 - given_pixels, shown=True) as bar:
+            drawn = visual.complete_pixels(
+                colors[:, :given_pixels].repeat(options.samples, 1),
+                temperature=options.temperature,
+                generator=random,
+                show=bar.show,
+            )
+        seen = [
+            colors[0],
+            torch.cat([colors[0, :given_pixels], colors.new_full((side**2 - given_pixels,), -1)]),
+            *drawn,
+        ]
+    images = [_draw_colors(sequence, visual.palette, side) for sequence in seen]
+    labels = ["image", "given", *(f"sample {i}" for i in range(1, options.samples + 1))]
+    write_png(sheet(images, labels), options.out)
+    return 0
+
+
+def _draw_colors(colors: Tensor, palette: Tensor, side: int) -> Image.Image:
+    values = ((palette[colors.clamp(min=0)] + 1) * 127.5).round()
+    values[colors < 0] = 255
+    image = Image.fromarray(values.view(side, side, 3).to(torch.uint8).cpu().numpy())
+    return image.resize((SIDE, SIDE), Image.Resampling.NEAREST)
 
 
 def check_files(image: Path, out: Path) -> None:
@@ -71,10 +114,6 @@ def write_png(image: Image.Image, out: Path) -> None:
     except OSError as error:
         raise DataError(f"cannot write {out}: {error.strerror or error}") from error
     print(f"wrote {out}")
-
-
-def _crop_as_seen(file: Path, preprocess: Preprocess) -> Image.Image:
-    return enlarged(eval_pixels(file, preprocess), SIDE)
 
 
 def enlarged(pixels: Tensor, side: int) -> Image.Image:

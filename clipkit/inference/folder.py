@@ -6,7 +6,7 @@
                                          digest (for texts: caption, key, source, digest)
     OUT/failures.jsonl                   items that could not be encoded: source, key, cause, digest; absent if none
     OUT/manifest.json                    the sources, model and settings of all files
-    OUT/.parts/0.jsonl                   marks file 0 as complete; digests of its items, counts, failures
+    OUT/.parts/0.jsonl                   marks file 0 as complete; digest of its items, counts, failures
     OUT/.former                          outdated files of images until all files are complete
     OUT/.lock-0-of-2                     held by process 0 of 2 while it writes
 
@@ -15,23 +15,21 @@ fail. As in clip-retrieval, file numbers are zero-padded to the same length, bec
 is written to temporary files, synced and renamed; its record in ``.parts`` is written last.
 
 Sources may change after a folder was started: parts whose items changed are first removed, then encoded again. A
-part is unchanged if its items have the same names and their files have the same sizes, times and inodes. If only
-times or inodes differ, as after a copy to another disk, the content is read (not encoded) and compared. At any
+part is unchanged if its items have the same names and their files have the same sizes, times and inodes. At any
 time, the folder contains the embeddings described by the manifest, or some of them.
 
 If an item is added or removed, all later items move by one row, and their parts are written again. The rows of
 outdated parts of images are therefore kept until all parts are complete. If the content of an image is unchanged,
-its row is copied.
+its row is copied, also if only times or inodes differ, as after a copy to another disk.
 """
 
-import hashlib
 import json
 import os
 import re
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,9 +39,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import lock_output, replacing, sync_to_disk, temporary_path, write_atomic
-from clipkit.files.patterns import user_path
-from clipkit.inference.inputs import Item, Kind
+from clipkit.files.atomic import lock_output, replacing, sync_to_disk, temporary_path, user_path, write_atomic
+from clipkit.inference.inputs import Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
 from clipkit.inference.stream import Failure, Features
 
@@ -123,35 +120,6 @@ _CONTENT = ("sources", "items", "digest", "captions")  # fields that may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartDigest:
-    """Identifies the items of a part without reading them.
-
-    Attributes:
-        names: digest of the items' sources, keys and texts.
-        files: digest of the sizes, times and inodes of the items' files.
-    """
-
-    names: str
-    files: str
-
-
-class ContentDigest:
-    """Digest of a part's items and the bytes read for them, independent of their order."""
-
-    def __init__(self) -> None:
-        self._sum = 0
-
-    def add(self, item: Item, content: bytes) -> None:
-        """Add an item and the digest of its content."""
-        name = f"{item.source}\0{item.key}\0".encode("utf-8", "surrogatepass")
-        self._sum += int.from_bytes(hashlib.sha256(name + content).digest()[:16])
-
-    def hexdigest(self) -> str:
-        """Return 32 hexadecimal digits."""
-        return f"{self._sum % 2**128:032x}"
-
-
 class Part:
     """Rows and failures of one part, collected in memory until it is complete.
 
@@ -168,7 +136,6 @@ class Part:
         self._every = every
         self.metadata: list[tuple[str, str | None, str, str]] = []  # key, caption, source, digest
         self.failures: list[Failure] = []
-        self.content = ContentDigest()
         self.reused = 0
 
     def __len__(self) -> int:
@@ -178,7 +145,6 @@ class Part:
         """Add features or a failure."""
         if isinstance(outcome, Failure):
             self.failures.append(outcome)
-            self.content.add(outcome.item, outcome.content)
             return
         self.rows.append(STORAGE[self._dtype].pack(outcome.rows))
         sampled = slice(-len(self.metadata) % self._every, None, self._every)
@@ -186,8 +152,6 @@ class Part:
         self.reused += int(outcome.reused.sum())
         for item, caption, digest in zip(outcome.items, outcome.captions, outcome.digests, strict=True):
             self.metadata.append((item.key, caption, item.source, digest))
-        for item, content in zip(outcome.items, outcome.contents, strict=True):
-            self.content.add(item, content)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +188,9 @@ class EmbeddingFolder:
         manifest: its intended content.
         digests: digest of the items of each part.
         process: index of this process, which writes the parts whose number modulo ``processes`` equals it.
-        retry_failed: encode parts with failures again.
-        contents: reads the items of some parts and returns a ``ContentDigest`` of each; called for parts whose
-            files have other times or inodes than when they were encoded.
 
     Attributes:
         stale: number of this process's parts that existed but must be encoded again.
-        unknown: number of stale parts written by an earlier version, which did not record content digests.
-        compared: number of parts kept because their content is unchanged.
         reusable: rows of outdated parts, of all processes.
     """
 
@@ -239,12 +198,11 @@ class EmbeddingFolder:
         self,
         out: Path,
         manifest: Manifest,
-        digests: Sequence[PartDigest],
+        digests: Sequence[str],
         *,
         process: int = 0,
         processes: int = 1,
         retry_failed: bool = False,
-        contents: Callable[[Sequence[int]], Mapping[int, str]] = lambda _: {},
     ) -> None:
         assert len(digests) == manifest.files
         self.out = out
@@ -259,8 +217,8 @@ class EmbeddingFolder:
         self._settle_manifest()
         for folder in self._folders:
             folder.mkdir(exist_ok=True)
-        self.stale = self.unknown = self.compared = 0
-        self._remove_stale(retry_failed, contents)
+        self.stale = 0
+        self._remove_stale(retry_failed)
 
     def is_done(self, part: int) -> bool:
         """Check whether a part is complete on disk, readable and up to date."""
@@ -293,12 +251,7 @@ class EmbeddingFolder:
             {name: pyarrow.array(column, pyarrow.string()) for name, column in columns.items()}
         )
         record = [
-            {
-                "digest": asdict(self._digests[part.number]),
-                "content": part.content.hexdigest(),
-                "rows": len(array),
-                "failures": len(part.failures),
-            },
+            {"digest": self._digests[part.number], "rows": len(array), "failures": len(part.failures)},
             *(
                 {
                     "source": failure.item.source,
@@ -339,8 +292,8 @@ class EmbeddingFolder:
             for part in range(self.manifest.files):
                 with self._record(part).open("rb") as record:
                     counts = json.loads(record.readline())
-                    rows = rows + counts["rows"]
-                    failures = failures + counts["failures"]
+                    rows += counts["rows"]
+                    failures += counts["failures"]
                     file.writelines(record)
             file.flush()
             os.fsync(file.fileno())
@@ -371,38 +324,17 @@ class EmbeddingFolder:
 
     def _is_current(self, part: int, record: Path) -> bool:
         try:
-            stored = _counts(record)
-            return part < len(self._digests) and bool(stored["digest"] == asdict(self._digests[part]))
+            return part < len(self._digests) and bool(_counts(record)["digest"] == self._digests[part])
         except (FileNotFoundError, ValueError, KeyError):
             return False
 
-    def _remove_stale(
-        self, retry_failed: bool, contents: Callable[[Sequence[int]], Mapping[int, str]]
-    ) -> None:
+    def _remove_stale(self, retry_failed: bool) -> None:
         """Remove and count this process's outdated parts, and adapt the zero-padding of the other names.
 
         A part with a record is complete, because the record is written last and removed first.
         """
         records = dict(self._list_parts(self._records))
         current = {part for part, path in records.items() if self._is_current(part, path)}
-        # parts whose files have new times or inodes are kept if their content is the same
-        then: dict[int, str] = {}  # content digest by part
-        for part in records.keys() - current:
-            with suppress(ValueError, KeyError, TypeError):
-                stored = _counts(records[part])
-                if isinstance(stored["digest"], str):
-                    self.unknown += part < self.manifest.files
-                elif part < self.manifest.files and stored["digest"]["names"] == self._digests[part].names:
-                    then[part] = stored["content"]
-        now = contents(sorted(then)) if then else {}
-        same = {part for part, content in then.items() if now.get(part) == content}
-        for part in same:
-            with records[part].open("rb") as old:
-                counts = json.loads(old.readline()) | {"digest": asdict(self._digests[part])}
-                content = json.dumps(counts).encode() + b"\n" + old.read()
-            write_atomic(records[part], content, durable=True)
-        self.compared = len(same)
-        current |= same
         if retry_failed:
             current = {part for part in current if not _counts(records[part])["failures"]}
         stale = records.keys() - current
@@ -411,7 +343,11 @@ class EmbeddingFolder:
             records[part].unlink()
             # rows of texts are not reused: they depend on the other texts of their batch
             if self.manifest.kind == "image" and part in embeddings and part in metadata:
-                self._set_aside(embeddings[part], metadata[part])
+                former = self.out / ".former"
+                former.mkdir(exist_ok=True)
+                name = secrets.token_hex(8)
+                embeddings[part].replace(former / f"{name}.npy")
+                metadata[part].replace(former / f"{name}.parquet")
         for folder in self._folders[:2]:
             for part, path in self._list_parts(folder):
                 target = path.with_name(f"{folder.name}_{self._number(part)}{path.suffix}")
@@ -422,13 +358,6 @@ class EmbeddingFolder:
         if stale:
             (self.out / "failures.jsonl").unlink(missing_ok=True)
         self.stale = sum(part < self.manifest.files for part in stale)
-
-    def _set_aside(self, embeddings: Path, metadata: Path) -> None:
-        former = self.out / ".former"
-        former.mkdir(exist_ok=True)
-        name = secrets.token_hex(8)
-        embeddings.replace(former / f"{name}.npy")
-        metadata.replace(former / f"{name}.parquet")
 
     def _list_parts(self, folder: Path) -> list[tuple[int, Path]]:
         parts = []

@@ -38,7 +38,6 @@ class ApproximateIndex:
     """The index of a folder of embeddings, memory-mapped.
 
     Args:
-        folder: the folder of embeddings.
         view: whether to map the file instead of reading it, so that rows cannot be added.
 
     Attributes:
@@ -101,18 +100,11 @@ def write_index(
     """Index all rows of a folder, or add those of new files to its index.
 
     Args:
-        folder: the folder of embeddings.
         parts: number, stamp and stored rows of each embedding file.
         width: O.
-        show: called with the number of rows that were added.
 
     Returns:
         The number of rows added, without those that are zero or not finite, and the bytes of the index.
-
-    Raises:
-        DataError: the disk is full.
-        ConfigError: usearch is missing, or another process is writing the index.
-        OSError: it cannot be written.
     """
     usearch = _usearch(folder)
     stamped_rows = {number: (stamp, rows) for number, stamp, rows in parts}

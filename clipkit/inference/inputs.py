@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 
 from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files.patterns import user_path
+from clipkit.files.atomic import user_path
 from clipkit.samples.base import Samples, is_json, value_at
 from clipkit.samples.folders import read_file
 from clipkit.samples.remote import shard_cache
@@ -78,12 +78,9 @@ class Stream:
     """All items of some sources, in order; can be iterated any number of times.
 
     Args:
-        sources: paths, patterns and URLs, see the module's documentation.
-        kind: whether to stream images or captions.
         image: member, or column of tables, with images or their paths; found by common names if not given.
         captions: members, fields or columns with captions, of which the first that a sample has is used; found by
             common names if not given.
-        cache_gb: size of the cache of remote files.
 
     Attributes:
         recorded: member with images, and members and fields with captions, of the model's training. They are used
@@ -270,7 +267,6 @@ def recorded_members(origin: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _check_names(samples: Samples, source: str, image: str, captions: Sequence[str]) -> None:
-    """Raise DataError if none of the first samples has the image, or one of the captions."""
     has_image, has_caption, names = _find_names(samples, image, captions)
     if not has_image:
         raise DataError(f"{source} has no image {image!r} ({nearest(image, names)})")
@@ -344,11 +340,7 @@ def _read_captions(samples: Samples, i: int, names: Sequence[str]) -> list[str]:
 
 
 def read_image(item: Item) -> bytes:
-    """Read the encoded image of an item.
-
-    Raises:
-        DataError: it cannot be read; the message is a short cause without the item's name.
-    """
+    """Read the encoded image of an item; DataError with a short cause, without the item's name, if that fails."""
     if item.cause:
         raise DataError(item.cause)
     assert item.image is not None
@@ -361,13 +353,10 @@ def read_image(item: Item) -> bytes:
 
 
 def read_caption(item: Item) -> str:
-    """Read the caption of an item.
+    """Read the caption of an item; DataError with a short cause, without the item's name, if there is none.
 
     A blank line in a list of texts is a valid text, so that row numbers equal line numbers; a blank caption of a
     sample is an error.
-
-    Raises:
-        DataError: there is no caption; the message is a short cause without the item's name.
     """
     if item.cause:
         raise DataError(item.cause)

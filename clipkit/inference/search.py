@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -77,12 +77,9 @@ class Hit:
 
     Attributes:
         id: names the row until its file changes, as "part-row-digits".
-        similarity: cosine with the query.
         path: the image's path, the key in its shard, or the text.
         source: the folder, file, shard or table that contains it.
-        metadata: its other columns.
         directory: the folder that relative paths were given in; "" for the current one.
-        is_image: whether the row is of an image rather than a text.
     """
 
     id: str
@@ -91,33 +88,11 @@ class Hit:
     source: str
     metadata: Mapping[str, Any]
     directory: str = ""
-    is_image: bool = True
 
     @property
     def digest(self) -> str:
         """Digest of the content, see ``content_digest``; "" for folders of earlier versions and clip-retrieval."""
         return str(self.metadata.get("digest") or "")
-
-    @property
-    def identity(self) -> tuple[str, ...]:
-        """What the row is of, if digests of the content are missing: an image file, an image in a shard, or a text.
-
-        Keys of shards repeat in other shards, and relative paths in other directories.
-        """
-        if not self.is_image:
-            return ("text", self.path)
-        if _contains_images(self.source):
-            return ("sample", os.path.abspath(Path(self.directory, self.source)), self.path)  # noqa: PTH100
-        return ("file", os.path.abspath(Path(self.directory, self.path)))  # noqa: PTH100 (Path keeps "..")
-
-    def has_same_content(self, other: "Hit") -> bool:
-        """Whether two rows are of the same image or text. Without a source, all common metadata must be equal."""
-        if self.identity != other.identity:
-            return False
-        common = self.metadata.keys() & other.metadata.keys()
-        if not self.is_image or self.source or other.source or Path(self.path).is_absolute():
-            return True
-        return bool(common) and all(self.metadata[name] == other.metadata[name] for name in common)
 
 
 class EmbeddingsChanged(DataError):
@@ -199,10 +174,6 @@ class _Part:
 
 class Embeddings:
     """A folder written by ``clipkit encode`` or clip-retrieval, which may grow while it is searched.
-
-    Args:
-        folder: see ``clipkit.inference.folder``.
-        exact: ignore the index of the folder.
 
     Attributes:
         manifest: what ``clipkit encode`` recorded; empty for other folders.
@@ -360,11 +331,6 @@ class Embeddings:
             self._index = None
 
     def _check_complete(self, complete: set[int]) -> None:
-        """Raise DataError if a file that ``clipkit encode`` completed is missing.
-
-        Args:
-            complete: numbers of the files that were opened.
-        """
         for record in sorted((self.folder / ".parts").glob("*.jsonl")):
             if not record.stem.isdecimal() or int(record.stem) in complete:
                 continue
@@ -388,7 +354,6 @@ class Embeddings:
 
         Args:
             query: (O,) float32, unit norm.
-            k: number of results, at least 1.
             filters: pairs of a column and a text that its value must contain, ignoring case; all must match.
 
         Raises:
@@ -474,41 +439,24 @@ class Embeddings:
         return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
     def vector_of(self, hit: Hit) -> Tensor:
-        """Return the embedding of another folder's image or text in this folder, (O,) float32, unit norm."""
-        matches = [(part, row) for part in self._parts for row in self._find_rows_like(part, hit)]
-        is_sample = hit.identity[0] == "sample"
-        if not matches or (len(matches) > 1 and is_sample and not (hit.digest and "digest" in self.columns)):
-            count = "several embeddings" if matches else "no embedding"
-            source = f" in {printable(hit.source, 200)}" if is_sample else ""
-            raise DataError(f"{self.folder} has {count} of {printable(hit.path, 200)}{source}")
-        part, row = matches[0]
-        part.check()
-        return F.normalize(part.floats(np.array([row]))[0], dim=0)
-
-    def _find_rows_like(self, part: _Part, hit: Hit) -> list[int]:
-        table = self._table(part)
-        if hit.digest and "digest" in table.column_names:
+        """Return the embedding, (O,) of unit norm, of the image or text that a hit of another folder is of."""
+        for part in self._parts:
+            table = self._table(part)
+            if not hit.digest or "digest" not in table.column_names:
+                raise DataError(
+                    f"{self.folder} or the folder of {printable(hit.path, 200)} does not record the content of "
+                    "images: write it with clipkit encode"
+                )
             equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
-            return list(pyarrow.compute.indices_nonzero(equal.fill_null(False)).to_pylist())
-        column = self._path_column(table)
-        if column not in table.column_names:
-            return []
-        paths = table[column].cast(pyarrow.string())
-        candidates = pyarrow.compute.equal(paths, hit.path)
-        if hit.identity[0] == "file":  # may be given relative to another directory
-            name = f"/{Path(hit.path).name}"
-            candidates = pyarrow.compute.or_(
-                pyarrow.compute.ends_with(paths, name), pyarrow.compute.equal(paths, name[1:])
-            )
-        rows = pyarrow.compute.indices_nonzero(candidates.fill_null(False)).to_pylist()
-        return [row for row in rows if self._hit(part, row, 1.0).has_same_content(hit)]
-
-    def _path_column(self, table: pyarrow.Table) -> str:
-        return "image_path" if self.has_images and "image_path" in table.column_names else "caption"
+            rows = pyarrow.compute.indices_nonzero(equal.fill_null(False)).to_numpy()
+            if len(rows):
+                part.check()
+                return F.normalize(part.floats(rows[:1].astype(np.int64))[0], dim=0)
+        raise DataError(f"{self.folder} has no embedding of {printable(hit.path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
         values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
-        column = self._path_column(self._table(part))
+        column = "image_path" if self.has_images and "image_path" in values else "caption"
         path = values.pop(column, "")
         return Hit(
             id=f"{part.number}-{row}-{part.digits}",
@@ -520,7 +468,6 @@ class Embeddings:
                 for name, value in values.items()
             },
             directory=str(self.manifest.get("directory", "")),
-            is_image=column == "image_path",
         )
 
     def _table(self, part: _Part) -> pyarrow.Table:
@@ -607,36 +554,22 @@ def _open_part(
     return part
 
 
-@dataclass(kw_only=True)
-class Query:
-    """Embeddings of what is searched for, and of what is not wanted, (O,) float32 each."""
+def encode_query(model: CLIP, *, texts: Sequence[str] = (), images: Sequence[ImageLike] = ()) -> list[Tensor]:
+    """Encode texts and images of a query, (O,) float32 each."""
+    vectors = [*encode_text(list(texts), model)] if texts else []
+    return [*vectors, *encode_image(list(images), model)] if images else vectors
 
-    wanted: list[Tensor] = field(default_factory=list)
-    unwanted: list[Tensor] = field(default_factory=list)
 
-    def add(self, model: CLIP, *, texts: Sequence[str] = (), images: Sequence[ImageLike] = ()) -> None:
-        """Encode texts and images that are searched for."""
-        self.wanted += self._encoded(model, texts, images)
-
-    def add_unwanted(self, model: CLIP, *, texts: Sequence[str]) -> None:
-        """Encode texts that are not wanted."""
-        self.unwanted += self._encoded(model, texts, ())
-
-    @staticmethod
-    def _encoded(model: CLIP, texts: Sequence[str], images: Sequence[ImageLike]) -> list[Tensor]:
-        vectors = [*encode_text(list(texts), model)] if texts else []
-        return [*vectors, *encode_image(list(images), model)] if images else vectors
-
-    def vector(self) -> Tensor:
-        """Return the mean of the wanted minus half the mean of the unwanted embeddings, (O,) float32, unit norm."""
-        total = torch.stack(self.wanted).mean(dim=0)
-        if self.unwanted:
-            total = total - NOT_WEIGHT * torch.stack(self.unwanted).mean(dim=0)
-        if not total.isfinite().all():
-            raise DataError("an embedding of the query contains NaN or infinity")
-        if not total.norm() > 1e-6:
-            raise DataError("the embeddings of the query add up to zero: there is nothing to search for")
-        return F.normalize(total, dim=0)
+def combine_query(wanted: Sequence[Tensor], unwanted: Sequence[Tensor] = ()) -> Tensor:
+    """Return the mean of the wanted minus half the mean of the unwanted embeddings, (O,) float32, unit norm."""
+    total = torch.stack([*wanted]).mean(dim=0)
+    if unwanted:
+        total = total - NOT_WEIGHT * torch.stack([*unwanted]).mean(dim=0)
+    if not total.isfinite().all():
+        raise DataError("an embedding of the query contains NaN or infinity")
+    if not total.norm() > 1e-6:
+        raise DataError("the embeddings of the query add up to zero: there is nothing to search for")
+    return F.normalize(total, dim=0)
 
 
 def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, name: str = "") -> CLIP:
@@ -723,13 +656,12 @@ def run_search(options: SearchOptions) -> int:
         raise ConfigError("nothing to search for: give a text or --image FILE")
     embeddings = Embeddings(options.embeddings, exact=options.exact)
     model = load_model(embeddings, options, options.model)
-    query = Query()
-    query.add(model, texts=texts, images=options.image)
-    query.add_unwanted(model, texts=options.unwanted)
+    wanted = encode_query(model, texts=texts, images=options.image)
+    query = combine_query(wanted, encode_query(model, texts=options.unwanted))
     embeddings.refresh()  # loading the model took time, in which files may have been replaced
     if note := stale_note(embeddings):
         print(note, file=sys.stderr)
-    hits = embeddings.search(query.vector(), options.k)
+    hits = embeddings.search(query, options.k)
     if options.html is not None:
         title = printable(options.text or ", ".join(path.name for path in options.image), 80)
         unwanted = ", but not " + " or ".join(map(repr, options.unwanted)) if options.unwanted else ""

@@ -18,7 +18,7 @@ from threading import Semaphore
 from typing import Annotated, Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Query as QueryField, Request, UploadFile
+from fastapi import FastAPI, HTTPException, Query, Request, UploadFile
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -30,7 +30,8 @@ from clipkit.inference.search import (
     TEMPLATES,
     Embeddings,
     EmbeddingsChanged,
-    Query,
+    combine_query,
+    encode_query,
     load_model,
     stale_note,
     thumbnail,
@@ -142,7 +143,6 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             names = (field.alias or field_name for field_name, field in Parts.model_fields.items())
             raise ConfigError(f"unknown parameter {printable(name, 40)!r}: {nearest(name, names)}")
         collection = chosen(parts.collection)
-        query = Query()
         if not (any(text.strip() for text in parts.text) or parts.like or images):
             raise ConfigError("nothing to search for: give text, like or a file")
         with computing:
@@ -150,13 +150,15 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
                 collection.embeddings.refresh()
             except DataError as error:  # files of the server, not the query
                 raise HTTPException(503, str(error)) from error
-            query.add(collection.model, texts=[text for text in parts.text if text.strip()], images=images)
-            query.add_unwanted(collection.model, texts=parts.unwanted)
-            query.wanted += [embedding(name, collection) for name in parts.like]
-            query.unwanted += [embedding(name, collection) for name in parts.unlike]
+            texts = [text for text in parts.text if text.strip()]
+            wanted = encode_query(collection.model, texts=texts, images=images)
+            wanted += [embedding(name, collection) for name in parts.like]
+            unwanted = encode_query(collection.model, texts=parts.unwanted)
+            unwanted += [embedding(name, collection) for name in parts.unlike]
+            query = combine_query(wanted, unwanted)
             filters = [(column, text) for column, _, text in (part.partition(":") for part in parts.where)]
             try:
-                hits = collection.embeddings.search(query.vector(), parts.k, filters=filters)
+                hits = collection.embeddings.search(query, parts.k, filters=filters)
             except EmbeddingsChanged as error:  # since they were refreshed
                 raise HTTPException(503, str(error)) from error
         results = []
@@ -167,13 +169,13 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         return Results(results=results, rows=len(collection.embeddings))
 
     @app.get("/api/search")
-    def search(parts: Annotated[Parts, QueryField()]) -> Results:
+    def search(parts: Annotated[Parts, Query()]) -> Results:
         """Search for texts and for images like earlier results."""
         return found(parts)
 
     @app.post("/api/search")
     async def search_images(
-        file: list[UploadFile], parts: Annotated[Parts, QueryField()], request: Request
+        file: list[UploadFile], parts: Annotated[Parts, Query()], request: Request
     ) -> Results:
         """Search for uploaded images, together with the other parts of the query."""
         for name in (await request.form()).keys() - {"file"}:
@@ -339,24 +341,12 @@ def run_serve(options: ServeOptions) -> int:
             timeout_keep_alive=10,
             server_header=False,
         )
-        _Server(config, query=f"/?token={token}" if token else "/").run([listening])
+        # requests wait until the server has started
+        host, port = listening.getsockname()[:2]
+        name = f"[{host}]" if ":" in host else host
+        print(f"serving http://{name}:{port}/{f'?token={token}' if token else ''} (Ctrl-C ends)", flush=True)
+        uvicorn.Server(config).run([listening])
     return 0
-
-
-class _Server(uvicorn.Server):
-    """A server that prints its address once it listens."""
-
-    def __init__(self, config: uvicorn.Config, *, query: str) -> None:
-        super().__init__(config)
-        self.query = query
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        if self.started:
-            assert sockets is not None
-            host, port = sockets[0].getsockname()[:2]
-            name = f"[{host}]" if ":" in host else host
-            print(f"serving http://{name}:{port}{self.query} (Ctrl-C ends)", flush=True)
 
 
 def _is_local(host: str) -> bool:

@@ -31,7 +31,6 @@ class Storage:
     """A storage type.
 
     Attributes:
-        dtype: of the files.
         pack: (N, O) float32, unit norm → the stored rows.
         numbers: stored rows → (N, O) float32, up to a positive factor for each row.
         unit: whether ``numbers`` have unit norm, up to rounding.
@@ -162,8 +161,6 @@ def recall(rows: Rows, stored: Rows, *, k: int = 10, queries: int = 500) -> floa
     Args:
         rows: (S, O), unit norm, more than k.
         stored: (S, P), the same rows as they are stored, see ``unpacked``; with P < O, prefixes of them.
-        k: number of neighbors.
-        queries: Q, at most.
     """
     assert len(rows) == len(stored) > k
     sampled = np.unique(np.linspace(0, len(rows) - 1, queries).astype(np.int64))

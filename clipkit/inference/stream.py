@@ -1,4 +1,4 @@
-"""Encode a stream of items in batches, reading and decoding ahead of the model.
+"""Encode a stream of items in batches, reading and decoding ahead of the model; and score image–caption pairs.
 
 Each item is returned once: in a batch of features, or as a failure with its cause. The content of a batch depends
 only on the items, and on a CPU each batch is computed by one core, with several batches in parallel. Results are
@@ -8,10 +8,8 @@ rounding depends on their number.)
 Rounding also depends on the size of a batch. If batches of images are padded to one size, the features of an image
 do not depend on the others, and can be taken from an earlier run whose batches were composed differently.
 
-A SHA-256 digest of the bytes read is returned with each item, so that a later run can detect whether a file with a
-new time or inode has new content.
-
-Dimensions: B batch, O embedding dimension, S image side in pixels.
+Dimensions: B batch or pairs, O embedding dimension, S image side in pixels, T pixels of a thumbnail, N and M
+images.
 """
 
 import hashlib
@@ -20,20 +18,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import adaptive_avg_pool2d
+from torch.nn.functional import adaptive_avg_pool2d, normalize
 
 from clipkit.api import encode_text, load
 from clipkit.cli import DecodingOptions, LoadOptions, ModelOptions
 from clipkit.distributed import select_device
 from clipkit.errors import ConfigError, DataError
+from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.inference.storage import ReusableRows, content_digest
 from clipkit.model.clip import CLIP
@@ -51,6 +50,10 @@ _MAX_WORKERS = 16
 THUMBNAIL = 16  # side of the gray thumbnail of the preprocessed image, T = 16 · 16
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)  # ITU-R BT.601
 
+# added to the norm of thumbnails: noise of less than 2 gray levels (32 / sqrt(T)) is not compared
+_FLAT = 32.0
+
+Images = npt.NDArray[Any]  # (N,) of the dtype ``PairEncoder.dtype``
 T = TypeVar("T")
 Result = TypeVar("Result")
 
@@ -60,16 +63,12 @@ class Failure:
     """An item that could not be encoded.
 
     Attributes:
-        part: number of the item's part.
-        cause: why it could not be encoded.
-        content: digest of the bytes read, see ``FeatureStream.contents``.
         digest: ``content_digest`` of the image or text; of no bytes if it cannot be read.
     """
 
     part: int
     item: Item
     cause: str
-    content: bytes
     digest: str
 
 
@@ -80,7 +79,6 @@ class Features:
     Attributes:
         items: B items.
         captions: B texts; None for items without one, or if captions were not requested.
-        contents: B digests of the bytes read, see ``FeatureStream.contents``.
         digests: B values of ``content_digest``, of each image or text.
         rows: (B, O) float32, unit norm.
         thumbnails: (B, T) uint8 of images, if requested; see ``THUMBNAIL``.
@@ -90,7 +88,6 @@ class Features:
     part: int
     items: list[Item]
     captions: list[str | None]
-    contents: list[bytes]
     digests: list[str]
     rows: npt.NDArray[np.float32]
     reused: npt.NDArray[np.bool_]
@@ -105,7 +102,6 @@ class _Ready:
     item: Item
     pixels: Tensor | None = None  # (3, S, S) uint8, of an image
     caption: str | None = None
-    content: bytes = b""
     digest: str = ""
     traits: Traits = NO_TRAITS
     thumbnail: npt.NDArray[np.uint8] | None = None
@@ -119,7 +115,6 @@ class FeatureStream:
         model: used in evaluation mode, on its current device; its weights must not change afterwards.
         batch_size: B; None means 32 on a CPU and 256 elsewhere.
         precision: a key of ``PRECISIONS``, used inside the towers; features are always float32.
-        workers: threads that read and decode; None means one per core available to this process, at most 16.
 
     Attributes:
         counts: how many of the images encoded so far are transparent or rotated by EXIF.
@@ -133,12 +128,7 @@ class FeatureStream:
         precision: str = "fp32",
         workers: int | None = None,
     ) -> None:
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size = {batch_size} must be at least 1")
-        if workers is not None and workers < 0:
-            raise ConfigError(f"workers = {workers} must not be negative")
-        if precision not in PRECISIONS:
-            raise ConfigError(f"precision = {precision!r} is not one of {', '.join(PRECISIONS)}")
+        assert precision in PRECISIONS, precision
         self.model = model
         self.precision = precision
         self._weights = PackedWeights(model)
@@ -174,11 +164,7 @@ class FeatureStream:
 
         Args:
             items: items with the numbers of their parts; a batch never spans two parts.
-            kind: whether to encode images or captions.
-            captions: also return the captions of images.
-            thumbnails: also return thumbnails of images.
             pad: compute incomplete batches of images at the full size, so that rows do not depend on other images.
-            reusable: rows that are not computed again.
         """
         if kind == "caption":  # some tokenizers are initialized by the first text, which is not thread-safe
             self.empty(kind)
@@ -191,7 +177,6 @@ class FeatureStream:
                 part=batch[0].part,
                 items=[ready.item for ready in batch],
                 captions=[ready.caption for ready in batch],
-                contents=[ready.content for ready in batch],
                 digests=[ready.digest for ready in batch],
                 rows=rows.result(),
                 reused=np.array([ready.reusable is not None for ready in batch]),
@@ -223,23 +208,6 @@ class FeatureStream:
             self.counts.add(*(ready.traits for ready in outcome))
             pixels = torch.stack([ready.pixels for ready in outcome if ready.pixels is not None])
             yield [ready.item for ready in outcome], pixels.to(self.device)
-
-    def contents(
-        self, items: Iterable[tuple[int, Item]], *, kind: Kind, captions: bool = False
-    ) -> Iterator[tuple[int, Item, bytes]]:
-        """Read items without encoding them, to compare them with those of an earlier run.
-
-        Takes the arguments of ``run``.
-
-        Yields:
-            The number of the part, the item, and its digest, which equals that of ``run`` if the bytes read or the
-            error are the same.
-        """
-
-        def read(numbered: tuple[int, Item]) -> tuple[int, Item, bytes]:
-            return *numbered, _read(numbered[1], kind, captions=captions)[-1]
-
-        return self._read_ahead(read, items)
 
     def lines(self, options: DecodingOptions) -> list[str]:
         """Return notes about encoded images that lost information, such as their orientation."""
@@ -283,14 +251,12 @@ class FeatureStream:
         reusable: ReusableRows | None = None,
     ) -> _Ready | Failure:
         part, item = numbered
-        image, caption, cause, content = _read(item, kind, captions=captions)
+        image, caption, cause = _read(item, kind, captions=captions)
         digest = content_digest(image if kind == "image" else (caption or "").encode())
         if reusable is not None and not cause:
             row = reusable.find(digest)
             if row is not None:
-                return _Ready(
-                    part=part, item=item, caption=caption, content=content, digest=digest, reusable=row
-                )
+                return _Ready(part=part, item=item, caption=caption, digest=digest, reusable=row)
         pixels = None
         traits = NO_TRAITS
         if kind == "image" and not cause:
@@ -301,7 +267,7 @@ class FeatureStream:
         elif kind == "caption" and len(caption or "") > MAX_CHARACTERS:
             cause = f"text of more than {MAX_CHARACTERS:,} characters"
         if cause:
-            return Failure(part=part, item=item, cause=cause, content=content, digest=digest)
+            return Failure(part=part, item=item, cause=cause, digest=digest)
         thumbnail = None
         if thumbnails and pixels is not None:
             gray = (pixels.float() * _LUMA).sum(0, keepdim=True)  # (1, S, S)
@@ -311,7 +277,6 @@ class FeatureStream:
             item=item,
             pixels=pixels,
             caption=caption,
-            content=content,
             digest=digest,
             traits=traits,
             thumbnail=thumbnail,
@@ -387,7 +352,7 @@ def _batches(outcomes: Iterable[_Ready | Failure], batch_size: int) -> Iterator[
         yield batch
 
 
-def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None, str, bytes]:
+def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None, str]:
     image = b""
     caption = None
     cause = ""
@@ -401,9 +366,7 @@ def _read(item: Item, kind: Kind, *, captions: bool) -> tuple[bytes, str | None,
     if kind == "image" and captions and not cause:
         with suppress(DataError):  # encode the image without a caption
             caption = read_caption(item)
-    digest = hashlib.sha256(image)
-    digest.update(f"\0{caption}\0{cause}".encode("utf-8", "surrogatepass"))
-    return image, caption, cause, digest.digest()
+    return image, caption, cause
 
 
 def load_for_inference(options: LoadOptions) -> CLIP:
@@ -426,3 +389,106 @@ def pick_device(requested: str | None) -> str:
     if requested == "cuda":
         return f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
     return requested
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PairFeatures:
+    """Features of B pairs.
+
+    Attributes:
+        images: (B,) records of ``PairEncoder.dtype``; zero for images that could not be encoded.
+        scores: (B,) float32 cosine similarity of image and caption; NaN if either could not be encoded.
+        causes: B reasons why an image or a caption could not be encoded; empty if both were.
+    """
+
+    images: Images
+    scores: npt.NDArray[np.float32]
+    causes: list[str]
+
+
+class PairEncoder:
+    """Encode pairs with a model.
+
+    Attributes:
+        identity: 16 hexadecimal digits that change with the weights, the preprocessing and the precision.
+        dtype: record of an image: ``embedding`` (O) float16, unit norm, and ``thumbnail`` (T) uint8.
+    """
+
+    def __init__(self, options: ModelOptions) -> None:
+        self._stream = FeatureStream.from_options(options)
+        identity = f"{model_hash(self._stream.model)} {self._stream.precision}"
+        self.identity = hashlib.sha256(identity.encode()).hexdigest()[:16]
+        width = self._stream.empty("image").shape[1]
+        self.dtype = np.dtype(
+            [("embedding", np.float16, (width,)), ("thumbnail", np.uint8, (THUMBNAIL * THUMBNAIL,))]
+        )
+        self._options = options
+
+    def encode(self, items: Sequence[Item]) -> PairFeatures:
+        """Encode B pairs."""
+        numbered = [replace(item, key=str(i)) for i, item in enumerate(items)]
+        images = np.zeros(len(items), dtype=self.dtype)
+        rows = np.full((2, len(items), self.dtype["embedding"].shape[0]), np.nan, dtype=np.float32)
+        causes = [""] * len(items)
+        kinds: tuple[Kind, ...] = ("image", "caption")
+        for row, kind in enumerate(kinds):
+            todo = ((0, item) for item in numbered if not causes[int(item.key)])
+            for outcome in self._stream.run(todo, kind=kind, thumbnails=kind == "image"):
+                if isinstance(outcome, Failure):
+                    causes[int(outcome.item.key)] = outcome.cause
+                    continue
+                indices = [int(item.key) for item in outcome.items]
+                rows[row, indices] = outcome.rows
+                if outcome.thumbnails is not None:
+                    images["embedding"][indices] = outcome.rows
+                    images["thumbnail"][indices] = outcome.thumbnails
+        return PairFeatures(images=images, scores=(rows[0] * rows[1]).sum(-1), causes=causes)
+
+    def notes(self) -> list[str]:
+        """Return notes about encoded images whose transparency or orientation was ignored."""
+        return self._stream.lines(self._options)
+
+
+def closest(
+    queries: Images, others: Iterator[Images], device: str | None = None
+) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+    """Find the most similar of other images for each query.
+
+    The similarity of two images is the smaller of the cosine similarity of their embeddings and the correlation of
+    their thumbnails: a model may embed all images of a class alike, and different images may have similar
+    thumbnails. All pairs are compared, at 2 (O + T) floating-point operations each.
+
+    Args:
+        queries: (N,) records of ``PairEncoder.dtype``.
+        others: blocks of images; the queries themselves, as the same object, are compared only with those before
+            them.
+        device: where to compute, by default a GPU if there is one.
+
+    Returns:
+        (N,) float32 similarity and (N,) int64 number of the image in all blocks; both -1 without any other image.
+    """
+    target = torch.device(pick_device(device))
+    embeddings, thumbnails = _unit(queries, target)
+    best = torch.full((len(queries),), -1.0, device=target)
+    matches = torch.full((len(queries),), -1, dtype=torch.int64, device=target)
+    start = 0
+    for block in others:
+        other_embeddings, other_thumbnails = (
+            (embeddings, thumbnails) if block is queries else _unit(block, target)
+        )
+        similarity = torch.minimum(embeddings @ other_embeddings.T, thumbnails @ other_thumbnails.T)  # (N, M)
+        if block is queries:
+            earlier = torch.ones_like(similarity, dtype=torch.bool).tril(-1)
+            similarity.masked_fill_(~earlier, -1.0)
+        value, nearest = similarity.max(dim=1)
+        matches = torch.where(value > best, nearest + start, matches)
+        best = torch.maximum(value, best)
+        start += len(block)
+    return best.cpu().numpy(), matches.cpu().numpy()
+
+
+def _unit(images: Images, device: torch.device) -> tuple[Tensor, Tensor]:
+    embeddings = torch.from_numpy(np.ascontiguousarray(images["embedding"])).to(device).float()
+    gray = torch.from_numpy(np.ascontiguousarray(images["thumbnail"])).to(device).float()
+    gray = torch.cat([gray - gray.mean(dim=1, keepdim=True), torch.full_like(gray[:, :1], _FLAT)], dim=1)
+    return normalize(embeddings, dim=1), normalize(gray, dim=1)

@@ -14,6 +14,8 @@ from clipkit.model.architectures import (
 from clipkit.model.attention import (
     attention_blocks,
     encode_all_tokens,
+    image_representations,
+    layer_count,
     patch_grid,
     reads_class_token,
     text_heatmaps,
@@ -26,7 +28,6 @@ from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVisio
 from clipkit.model.measure import architecture_gflops, image_gflops
 from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, create_architecture
 from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
-from clipkit.model.probes import image_representations, layer_count
 from clipkit.model.tokenizer import (
     CONTEXT_LENGTH,
     END_OF_TEXT,

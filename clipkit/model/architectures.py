@@ -234,12 +234,7 @@ class ImageArchitecture(TowerArchitecture):
         """Copy weights of the tower's library into a built tower; return ``preprocess`` with its normalization.
 
         Args:
-            module: the result of ``build``.
             tensors: weights in the library's names. A classifier is left out; position embeddings are resampled.
-            preprocess: the model's preprocessing.
-
-        Raises:
-            CheckpointError: the tensors are not of this tower.
         """
         raise ConfigError(f"{self.description} has no weights of its own")
 
@@ -352,8 +347,6 @@ class TextArchitecture(TowerArchitecture):
 
 
 class _TransformerTower:
-    """The sizes of a transformer."""
-
     width: int
     layers: int
     heads: int
@@ -491,8 +484,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         tower.initialize(small_data=small_data)
 
     def smooth_positions(self, module: "nn.Module", image_size: int) -> None:
-        from clipkit.model.resample import smooth_grid
-        from clipkit.model.towers import tie_grid
+        from clipkit.model.towers import smooth_grid, tie_grid
 
         table = module.get_parameter("positional_embedding")
         side = image_size // self.patch_size
@@ -956,15 +948,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 
 def get_architecture(name: str, *, called: str = "model.name") -> Architecture:
-    """Return an architecture of ``ARCHITECTURES``; the suffix ``-quickgelu`` selects any of them with QuickGELU.
-
-    Args:
-        name: a key of ``ARCHITECTURES``, with or without the suffix.
-        called: name of the setting for the error message.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Return an architecture of ``ARCHITECTURES``; the suffix ``-quickgelu`` selects any of them with QuickGELU."""
     if name in ARCHITECTURES:
         return ARCHITECTURES[name]
     plain = name.removesuffix(QUICKGELU)

@@ -45,15 +45,10 @@ class CLIP(nn.Module):
     """An image encoder and a text encoder with learned projections and temperature.
 
     Attributes:
-        architecture: the architecture.
-        name: name of the architecture, or "".
-        preprocess: preprocessing of images.
-        tokenizer: the tokenizer.
         visual: the image tower, normalized float images (B, C, S, S) → (B, O).
         text: the text tower, tokens (B, L) → (B, O); None for the plain transformer, see above.
         origin: description of the source it was loaded from; "" for fresh weights.
         dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
-        text_decoder: the decoder of captions, or None.
         masked_head: the head that predicts masked patches, or None.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
         logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
@@ -172,8 +167,6 @@ class CLIP(nn.Module):
         """Compute the input of a decoder of captions; None if the decoder embeds tokens itself.
 
         Args:
-            tokens: (B, T) int64, see ``forward``.
-            lengths: B numbers, see ``encode_text``.
             first: position of the first token whose input is computed; not 0 only with ``cached``.
             cached: earlier tokens in each block of the text tower; ``lengths`` are not used then.
         """
@@ -233,7 +226,6 @@ class CLIP(nn.Module):
         Args:
             image_tokens: (B, M, W), the tokens of the image of each caption, see ``image_tokens``.
             captions: (B, L) int64, see ``forward``; tokens beyond the decoder's context length are not predicted.
-            lengths: B numbers, see ``encode_text``.
 
         Returns:
             (B,) at least float32, the sum over the tokens of each caption, and (B,) int64, their number.
@@ -249,11 +241,7 @@ class CLIP(nn.Module):
 
         Args:
             images: (B, C, S, S) uint8, or normalized float.
-            normalize: whether to normalize features to unit norm.
             patches: (B, K) int64, the patches of each image to compute, see ``draw_patches``; None for all.
-
-        Raises:
-            ConfigError: ``patches`` with an image tower that cannot skip patches.
         """
         if self.architecture.vision.patches is not None:
             colors = self.colors if images.dtype == torch.uint8 else None
@@ -274,12 +262,7 @@ class CLIP(nn.Module):
         so there texts are computed to the given width (the tokenizer trims). Other towers compute all tokens.
 
         Args:
-            tokens: see ``forward``.
-            normalize: whether to normalize features to unit norm.
             lengths: number of tokens of each text including end of text (its largest token).
-
-        Raises:
-            ConfigError: ``tokens`` has another shape.
         """
         self._check_shape(tokens)
         if self.text is not None:
@@ -402,9 +385,6 @@ class CLIP(nn.Module):
             channels: C, above 3; the first three remain red, green and blue.
             extend: initial weights of further channels: "zeros", with which embeddings are those of the first three
                 channels, or the "mean" of the weights of red, green and blue.
-
-        Raises:
-            ConfigError: the tower encodes only RGB, or C is below 3.
         """
         vision = self.architecture.vision.replace_channels(channels)
         if channels < 3:
@@ -545,11 +525,7 @@ def build(
     preprocess: Preprocess | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> CLIP:
-    """Build a model on the CPU; clipkit's towers have no values until ``initialize`` or ``load_state_dict``.
-
-    Raises:
-        ConfigError: there is not enough memory.
-    """
+    """Build a model on the CPU; clipkit's towers have no values until ``initialize`` or ``load_state_dict``."""
     if not shape.is_native:
         return CLIP(shape, name=name, preprocess=preprocess, tokenizer=tokenizer)
     with torch.device("meta"):  # skips the initialization of layers

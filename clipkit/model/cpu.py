@@ -42,9 +42,6 @@ class PackedWeights:
     They have no effect on other devices, where gradients are computed, on weights that the forward pass computes,
     such as those with adapters, on few rows, and in models with ``nn.MultiheadAttention``, which has its own fast
     path.
-
-    Args:
-        model: the model; its weights must not change while this object is used.
     """
 
     def __init__(self, model: nn.Module) -> None:

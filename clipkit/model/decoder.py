@@ -55,11 +55,7 @@ class TextInput:
 
 
 class CrossAttentionBlock(nn.Module):
-    """A pre-norm block whose tokens attend to those of an image; without an MLP if ``mlp_ratio`` is 0.
-
-    Attributes:
-        recompute: see ``ResidualAttentionBlock``.
-    """
+    """A pre-norm block whose tokens attend to those of an image; without an MLP if ``mlp_ratio`` is 0."""
 
     def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
         super().__init__()
@@ -97,9 +93,7 @@ class CaptionDecoder(Transformer):
     """Predict captions, see the module's description.
 
     Args:
-        shape: the architecture.
         image_width: width of the image's tokens; another one than the decoder's is mapped linearly.
-        quick_gelu: whether MLPs use QuickGELU.
     """
 
     def __init__(self, shape: Decoder, *, image_width: int, quick_gelu: bool) -> None:

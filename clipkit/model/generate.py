@@ -31,24 +31,15 @@ def generate_captions(
 ) -> list[str]:
     """Describe images: B captions.
 
-    By default the most probable token is taken at each step. Nucleus sampling is that of Holtzman et al. 2020
+    Settings are those of ``clipkit.caption``. By default the most probable token is taken at each step; of the
+    hypotheses of a beam search that ended, the one with the highest mean log-likelihood per generated token is
+    returned. Nucleus sampling is that of Holtzman et al. 2020
     (https://arxiv.org/abs/1904.09751).
 
     Args:
         model: a CLIP with a decoder of captions, used in evaluation mode.
         pixels: (B, 3, S, S) uint8, or normalized float, on the model's device.
-        beams: number of hypotheses per image; of those that ended, the one with the highest mean log-likelihood per
-            generated token is returned.
-        top_p: samples each token among the most probable ones whose probabilities add up to this, 0 to 1; 0: the
-            most probable token.
-        prefix: start of all captions, which is part of the result.
-        length: maximum number of tokens, including the prefix and the end of text; 0: the decoder's.
-        seed: seed of the samples.
         rows: B numbers that distinguish the samples of images; by default 0, 1, …
-
-    Raises:
-        ConfigError: the model has no decoder, or a setting is out of range.
-        DataError: the prefix is too long or contains special tokens, or the model's logits are not finite.
     """
     start, end, most = check_generation(model, beams=beams, top_p=top_p, prefix=prefix, length=length)
     if not len(pixels):
@@ -73,12 +64,8 @@ def caption_likelihoods(model: CLIP, image_tokens: Tensor, captions: Tensor) -> 
     Distinct prefixes are computed once, so captions with a common beginning cost less.
 
     Args:
-        model: a CLIP with a decoder of captions, in evaluation mode.
         image_tokens: (B, M, W), see ``CLIP.image_tokens``.
         captions: (P, T) int64, see ``CLIP.forward``; tokens beyond the decoder's context length are left out.
-
-    Raises:
-        DataError: the model's logits are not finite.
     """
     assert model.text_decoder is not None
     prefixes = Prefixes(model, image_tokens)
@@ -111,7 +98,6 @@ class Prefixes:
     cross-attention.
 
     Args:
-        model: a CLIP with a decoder of captions, in evaluation mode.
         image_tokens: (B, M, W), see ``CLIP.image_tokens``.
 
     Attributes:
@@ -139,9 +125,6 @@ class Prefixes:
 
         Returns:
             (BK, V), at least float32.
-
-        Raises:
-            DataError: they are not finite.
         """
         before = self.tokens
         first = before.shape[1]
@@ -167,9 +150,6 @@ def check_generation(
     Returns:
         (1, L) int64 the start of text and the prefix, the id of end of text, and the maximum number of tokens after
         the start.
-
-    Raises:
-        ConfigError, DataError: see ``generate_captions``.
     """
     decoder = model.text_decoder
     if decoder is None:

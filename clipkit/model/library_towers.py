@@ -464,11 +464,7 @@ def _holds_tokenizer(folder: Path) -> bool:
 
 
 def describe_encoder(model: str, *, context_length: int = 77) -> TransformersText:
-    """Read the configuration of an encoder from a folder or the Hugging Face hub.
-
-    Raises:
-        ConfigError: there is no such encoder, no network, or it needs custom code.
-    """
+    """Read the configuration of an encoder from a folder or the Hugging Face hub."""
     from transformers import AutoConfig
 
     from clipkit.files.hub import convert_hub_errors

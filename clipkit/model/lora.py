@@ -37,11 +37,7 @@ def add_adapters(model: CLIP, adapters: Adapters, *, seed: int = 0) -> None:
 
     Args:
         model: a CLIP without adapters, on the CPU or without values.
-        adapters: what to add.
         seed: seed of ``down``.
-
-    Raises:
-        ConfigError: the rank exceeds that of every matrix, or a tower has no matrices to adapt.
     """
     matrices = _find_matrices(model, adapters)
     greatest = max(min(getattr(module, name).shape) for module, name in matrices)
@@ -97,7 +93,6 @@ def _find_matrices(model: CLIP, adapters: Adapters) -> list[tuple[nn.Module, str
 def _find_tower_matrices(
     tower: str, module: nn.Module, kind: TowerArchitecture, *, others: tuple[str, ...] = ()
 ) -> list[tuple[nn.Module, str]]:
-    """Return the matrices of a tower, except for parameters whose names start with ``others``."""
     find_layer = kind.map_layers(module)
     matrices = []
     for name, parameter in module.named_parameters():

@@ -99,7 +99,6 @@ class MaskedPatchHead(nn.Module):
         """Sum the loss of the target over all chosen patches: a scalar, at least float32.
 
         Args:
-            visual: the image tower.
             images: (B, 3, S, S) uint8.
             colors: see ``VisionTransformer.stem``.
             sources: (B, P) int64, see ``corrupt_patches``.
@@ -127,7 +126,6 @@ def corrupt_patches(
 
     Args:
         images: (B, 3, S, S) uint8.
-        target: a name in ``TARGETS``.
         side: p.
         fraction: fraction of the patches that is chosen; at least one is.
         seed: any integer, different in each step.

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from clipkit.distributed import alone
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.resample import grid_weights
+from clipkit.model.towers import grid_weights
 
 _ROWS = 2  # with one, batch norms have no variance
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -60,7 +60,6 @@ class Bytes:
         activations: tensors besides gradients of parameters and copies of weights.
         weight_copies: copies of weights in half precision.
         block_copies: those of ``parameters_in_blocks``, see ``Meter.begin``.
-        together: all of them.
     """
 
     activations: int
@@ -149,10 +148,6 @@ def _take(values: Tensor, indices: list[Tensor | None]) -> Tensor:
 
 def _embed(weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
     return weight.new_empty(*indices.shape, weight.shape[1])
-
-
-def _embed_backward(gradient: Tensor, indices: Tensor, size: int, *rest: Any) -> Tensor:
-    return gradient.new_empty(size, gradient.shape[-1])
 
 
 def _compare(a: Tensor, b: Any) -> Tensor:
@@ -257,7 +252,6 @@ _RESULTS: Mapping[Any, Callable[..., Any]] = {
     _aten.arange.default: _count_up,
     _aten.index.Tensor: _take,
     _aten.embedding.default: _embed,
-    _aten.embedding_dense_backward.default: _embed_backward,
     _aten.where.self: _select_by_mask,
     _aten.mm.default: _product,
     _aten.addmm.default: _product_with_bias,
@@ -293,11 +287,7 @@ def _to_float32(norm: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ..
 
 
 class Meter(TorchDispatchMode):
-    """Computes without values: new tensors have none, FLOPs are counted, and memory is recorded.
-
-    Attributes:
-        flops: FLOPs so far.
-    """
+    """Computes without values: new tensors have none, FLOPs are counted, and memory is recorded."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -446,12 +436,7 @@ def measuring() -> Iterator[Meter]:
         Unmeasurable: something reads values.
     """
     try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            torch.enable_grad(),
-            alone(),
-            Meter() as meter,
-        ):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad(), alone(), Meter() as meter:
             yield meter
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unmeasurable(str(error)) from error

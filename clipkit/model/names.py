@@ -118,9 +118,6 @@ def create_architecture(
             or "".
         image_size: side of the images in pixels; 0 for the default.
         context_length: maximum number of tokens; 0 for the default.
-
-    Raises:
-        ConfigError: a name is unknown, or its library or configuration is not available.
     """
     check_names(name, image, text, called="name")
     shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else get_architecture(name)
@@ -139,15 +136,7 @@ def create_architecture(
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
-    """Check names without loading a library.
-
-    Args:
-        name: as for ``create_architecture``; likewise ``image`` and ``text``.
-        called: name of the setting for the error message.
-
-    Raises:
-        ConfigError: a name is unknown; the message lists the known ones.
-    """
+    """Check names without loading a library."""
     configs = config_files()
     base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
     if name.startswith(OPEN_CLIP):
@@ -189,9 +178,6 @@ def from_open_clip(config: Mapping[str, Any]) -> Architecture:
     """Convert a configuration of open_clip (``model_cfg``).
 
     CoCa's decoder of captions is left out if its text tower is one of transformers.
-
-    Raises:
-        ConfigError: a field is unknown, missing, or of the wrong type.
     """
     unknown = sorted(config.keys() - _TOP)
     if unknown:

@@ -29,14 +29,6 @@ def even_palette(colors: int) -> Tensor:
 class PixelTransformer(nn.Module):
     """A transformer over pixels, whose mean output is projected to the features of an image.
 
-    Args:
-        side: S.
-        width, layers, heads: of the transformer.
-        colors: C.
-        causal: whether tokens attend to previous pixels only, to predict the next one; otherwise masked pixels are
-            predicted.
-        output_dim: O.
-
     Attributes:
         palette: buffer (C, 3) float32, RGB in [-1, 1].
     """

@@ -57,11 +57,7 @@ class Preprocess:
             side to S and pads; "squash" resizes both sides to S.
         fill_color: value of the padding in all channels, 0–255.
         background: red, green and blue, 0–255, behind transparent images; None drops the alpha channel.
-        upright: whether to apply EXIF orientation.
         pixel_range: the values of deep images that become black and white, see ``clipkit.samples.depth``.
-
-    Raises:
-        ConfigError: a value is invalid.
     """
 
     image_size: int
@@ -132,9 +128,6 @@ class Preprocess:
             background: a color, by name, as "#rrggbb" or as red, green and blue; "none" drops the alpha channel.
             upright: whether to apply EXIF orientation.
             pixel_range: "auto", "dtype", "LOW,HIGH" or two numbers.
-
-        Raises:
-            ConfigError: ``background`` is not a color, or ``pixel_range`` is invalid.
         """
         changed = self
         if background is not None:
@@ -158,9 +151,6 @@ class Preprocess:
 
         An image size may be two equal numbers, one mean or std may stand for three channels, and "random"
         interpolation is bicubic outside of training.
-
-        Raises:
-            CheckpointError: a field is unknown, or its value is not supported.
         """
         try:
             arguments = dict(values)
@@ -195,11 +185,6 @@ def eval_pixels(source: ImageLike, preprocess: Preprocess) -> Tensor:
         source: a path, the bytes of an encoded image, a PIL image, an array (H, W, C) or (H, W), or a tensor
             (C, H, W), (H, W, C) or (H, W). Arrays and tensors may have other integer types than uint8, or floats,
             like deep images.
-        preprocess: the model's preprocessing.
-
-    Raises:
-        DataError: the file cannot be read or decoded, or the array has another shape or dtype.
-        PixelRangeError: the image is deep and the model's pixel range does not fit, or it has other channels.
     """
     return pixels_and_traits(source, preprocess)[0]
 

@@ -9,7 +9,6 @@ import html
 import json
 import os
 import re as standard_re
-import unicodedata
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,10 +34,9 @@ if TYPE_CHECKING:
 # The ids equal those of OpenAI's tokenizer and of open_clip's ``SimpleTokenizer``: ftfy repairs the text, HTML
 # entities are unescaped twice, white space is normalized, and everything is lower case.
 #
-# A text is split at its spaces and the ids of each part are looked up. Only a part that is not cached is repaired,
-# split into words and encoded. This is exact because words and entities end at a space, and so do all of ftfy's
-# repairs except one, that of a wrong encoding ("schÃ¶n"): a text with a sign of that goes through ftfy as a
-# whole. Nothing here locks, warns or starts threads, so threads and forked processes can tokenize.
+# A text is cleaned if it is not plain ASCII, split at its spaces, and the ids of each part are looked up. Only a
+# part that is not cached is split into words and encoded. This is exact because words end at a space. Nothing here
+# locks, warns or starts threads, so threads and forked processes can tokenize.
 
 CONTEXT_LENGTH = 77
 START_OF_TEXT, END_OF_TEXT = 49406, 49407
@@ -53,10 +51,6 @@ _ASCII_WORD = standard_re.compile(_WORD.replace("LETTER", "a-z").replace("NUMBER
 _SPECIAL = ("<start_of_text>", "<end_of_text>")
 # ASCII of which ftfy and html change nothing but white space: no control characters, no "&"
 _PLAIN_ASCII = standard_re.compile(r"[\t\n\f\r -%'-~]*")
-# printable characters in NFKC that ftfy changes: curly quotes, and the object replacement character
-_CHANGED = standard_re.compile("[\u02bc\u2018-\u201f\ufffc]")
-_FAR_SIGNS = standard_re.compile("[ÃÂЂ]")  # of wrong encodings, which can continue after a space
-_FTFY_VERSION = "6.3.1"  # the version that _repair_part follows; with others, ftfy gets the whole text
 
 
 def tokenize(
@@ -83,17 +77,11 @@ def tokenize(
     room = 2 * (context_length - 2)  # bytes
     rows = []
     for text in many:
-        # ASCII is cached in lower case, except HTML entities, which may need capitals
-        if text.isascii() and "&" not in text:
-            parts = text.lower().split(" ")
-        else:
-            parts = [part.lower() if part.isascii() and "&" not in part else part for part in text.split(" ")]
-        try:
-            ids = b"".join(map(_parts.__getitem__, parts))
-        except _EntangledError:
+        if not _PLAIN_ASCII.fullmatch(text):
             import ftfy
 
-            ids = _encode_clean(_clean_text(ftfy.fix_text(text)))
+            text = html.unescape(html.unescape(ftfy.fix_text(text)))
+        ids = b"".join(map(_parts.__getitem__, text.lower().split()))
         rows.append(ids[:room])
     if trim:
         context_length = max(map(len, rows), default=0) // 2 + 2
@@ -106,11 +94,7 @@ def tokenize(
 
 
 def convert_strings(strings: Iterable[str], label: str) -> list[str]:
-    """Convert strings of any type, such as numpy's, to a list of str.
-
-    Raises:
-        DataError: it is not a list of strings; ``label`` is its name in the message.
-    """
+    """Convert strings of any type, such as numpy's, to a list of str; ``label`` is their name in messages."""
     if isinstance(strings, bytes) or not isinstance(strings, Iterable):
         raise DataError(f"{label} must be a list of strings, not {type(strings).__name__}")
     try:
@@ -153,35 +137,17 @@ class _Cache(dict[str, bytes]):
         return ids
 
 
-class _EntangledError(Exception):
-    """The ids of a part depend on the rest of its text."""
-
-
 def _encode_part(part: str) -> bytes:
-    """Return the ids of a part of a text; it is lower case if it is ASCII without "&". Raises _EntangledError."""
-    if part.isascii():  # the most frequent first: a word, a word and a punctuation mark
-        if part.isalpha():
-            return _encode_word(part)
-        if part[:-1].isalpha() and part[-1] in ",.:;!?":
-            return _parts[part[:-1]] + _parts[part[-1]]
-    if _PLAIN_ASCII.fullmatch(part):
-        words = _ASCII_WORD.findall(part)
-        return _words[part] if words == [part] else b"".join(map(_parts.__getitem__, words))
-    repaired = _repair_part(part, entities=False)
-    clean = _clean_text(repaired)
-    if "&" in repaired:
-        # ftfy resolves entities too, in the lines before the first "<": whether it does must not matter
-        if "\n" in part or len(part) > 1000:  # nested entities take quadratic time
-            raise _EntangledError
-        if _clean_text(_repair_part(part, entities=True)) != clean:
-            raise _EntangledError
-    return _encode_clean(clean)
-
-
-def _encode_clean(text: str) -> bytes:
-    if _PLAIN_ASCII.fullmatch(text):
-        return b"".join(map(_parts.__getitem__, text.split(" ")))
-    return b"".join(map(_words.__getitem__, _word_pattern().findall(text)))
+    """Return the ids of a part of a clean text, in lower case."""
+    if not (part.isascii() and part.isprintable()):
+        return b"".join(map(_words.__getitem__, _word_pattern().findall(part)))
+    # the most frequent first: a word, a word and a punctuation mark
+    if part.isalpha():
+        return _encode_word(part)
+    if part[:-1].isalpha() and part[-1] in ",.:;!?":
+        return _parts[part[:-1]] + _parts[part[-1]]
+    words = _ASCII_WORD.findall(part)
+    return _words[part] if words == [part] else b"".join(map(_parts.__getitem__, words))
 
 
 def _encode_word(word: str) -> bytes:
@@ -192,38 +158,6 @@ def _encode_word(word: str) -> bytes:
 
 def _pack_ids(ids: list[int]) -> bytes:
     return array("H", ids).tobytes()
-
-
-def _clean_text(repaired: str) -> str:
-    return " ".join(html.unescape(html.unescape(repaired)).split()).lower()
-
-
-def _repair_part(part: str, *, entities: bool) -> str:
-    """Return what ``ftfy.fix_text`` makes of a part, whatever precedes and follows it. Raises _EntangledError.
-
-    One of ftfy's steps repairs a wrong encoding; it starts when ``is_bad`` finds a sign anywhere in a line, so a
-    part with a sign is entangled with its line. In version 6.3.1, signs end at a space unless they contain one of
-    ÃÂЂ. All other steps map characters or runs without a space. Printable characters in NFKC are changed only if
-    ``_CHANGED`` has them.
-    """
-    import ftfy
-
-    if ftfy.__version__ != _FTFY_VERSION:
-        raise _EntangledError
-    states = {part}
-    if entities:
-        resolved = html.unescape(part)
-        while resolved not in states:
-            states.add(resolved)
-            resolved = html.unescape(resolved)
-    is_clean = part.isprintable() and unicodedata.is_normalized("NFKC", part) and not _CHANGED.search(part)
-    repaired = part
-    if entities or not is_clean:
-        repaired = ftfy.fix_text(part, unescape_html=entities, fix_encoding=False)
-        states.add(repaired)
-    if any(_FAR_SIGNS.search(text) or ftfy.badness.is_bad(f" {text} ") for text in states):
-        raise _EntangledError
-    return repaired
 
 
 @cache
@@ -482,7 +416,6 @@ class TransformersTokenizer:
 
     Attributes:
         source: the folder; read at the first text.
-        context_length: length to which texts are cut.
     """
 
     source: str
@@ -574,11 +507,7 @@ def _check_words(library: Any, source: str) -> None:
 
 
 def open_trained_tokenizer(folder: str, context_length: int) -> TransformersTokenizer:
-    """Return the tokenizer in a folder, for clipkit's text transformer, which reads a text at its largest token.
-
-    Raises:
-        ConfigError: there is none, or it does not end every text with its largest token.
-    """
+    """Return the tokenizer in a folder, for clipkit's text transformer, which reads a text at its largest token."""
     name = f"model.tokenizer = {folder!r}"
     if find_spec("transformers") is None:
         raise ConfigError(f"{name} requires transformers: pip install -e '.[export]'")
@@ -602,12 +531,8 @@ def create_tokenizer(shape: Architecture, *, stored: Any = None, folder: Path | 
     """Return the tokenizer of an architecture.
 
     Args:
-        shape: the architecture.
         stored: result of ``Tokenizer.store`` when the checkpoint ``folder`` was written; None if there is none.
         folder: the checkpoint.
-
-    Raises:
-        CheckpointError: this version does not support the stored one.
     """
     if isinstance(stored, dict) and stored.get("kind") in ("transformers", _UNCLEANED) and folder is not None:
         try:
@@ -654,12 +579,7 @@ def open_folder_tokenizer(folder: Path, text: TextTower, end: int) -> Tokenizer:
     """Return the tokenizer of a folder of transformers, for clipkit's text tower, which reads the largest token.
 
     Args:
-        folder: the folder.
-        text: the text tower.
         end: the token at which transformers reads a text, config.json's ``eos_token_id``.
-
-    Raises:
-        CheckpointError: transformers would read texts at another token.
     """
     if not has_tokenizer(folder) or _is_clips(folder):
         if text.vocab_size <= END_OF_TEXT:

@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import groupby
 from typing import TypeAlias
 
@@ -18,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
-from clipkit.model.resample import resize_grid
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
@@ -105,9 +105,6 @@ class Packed:
         starts: (B + 1,) int32, where each text begins, and the end of the last.
         order: (B,) int64, the row of each text of the packed batch.
         counts: (texts, length) for each length that occurs, ascending.
-        longest: upper bound of the lengths.
-        causal: whether tokens attend to previous ones only.
-        attention: the attention function.
     """
 
     rows: Tensor
@@ -155,7 +152,6 @@ def pack(
         lengths: number of tokens of each row including end of text; on the host, to avoid a synchronization.
         longest: upper bound of the lengths; constant, so that compiled kernels are reused between batches.
         causal, attention: see ``Packed``.
-        device: device of the tensors.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ascending = sorted(lengths)
@@ -618,6 +614,39 @@ def average_grid(positions: Tensor) -> Tensor:
     rows = grid[..., :half].mean(dim=1, keepdim=True).expand(-1, side, -1)
     columns = grid[..., half:].mean(dim=0, keepdim=True).expand(side, -1, -1)
     return torch.cat([positions[:1], torch.cat([rows, columns], dim=-1).flatten(0, 1)])
+
+
+def resize_grid(positions: Tensor, side: int) -> Tensor:
+    """Resize position embeddings of a class token and a square grid, (1 + P, D) → (1 + side², D).
+
+    Differentiable, for training on smaller images (as in FlexiViT, Beyer et al. 2023,
+    https://arxiv.org/abs/2212.08013).
+    """
+    stored_side = math.isqrt(len(positions) - 1)
+    weights = grid_weights(stored_side, side, positions.device).to(positions.dtype)
+    with torch.autocast(positions.device.type, enabled=False):
+        return torch.cat([positions[:1], weights @ positions[1:]])
+
+
+@torch.no_grad()
+def smooth_grid(positions: Tensor, side: int) -> None:
+    """Replace fresh position embeddings by the interpolation of a grid of ``side``, in place.
+
+    Otherwise the details that training on smaller images cannot reach would remain noise at the full size.
+    """
+    full_side = math.isqrt(len(positions) - 1)
+    small = positions[1 : 1 + side**2].clone()
+    positions[1:] = grid_weights(side, full_side, positions.device).to(positions.dtype) @ small
+
+
+@lru_cache(maxsize=16)
+def grid_weights(side: int, new_side: int, device: torch.device) -> Tensor:
+    """Return the matrix (new_side², side²) of antialiased bicubic resizing, which is equal on all devices."""
+    size = (new_side, new_side)
+    with torch.inference_mode(False):  # the cached matrix is used in training too
+        units = torch.eye(side**2).view(side**2, 1, side, side)
+        resized = F.interpolate(units, size, mode="bicubic", antialias=True, align_corners=False)
+        return resized.flatten(1).T.contiguous().to(device)
 
 
 @torch.no_grad()

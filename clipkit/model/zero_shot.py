@@ -86,7 +86,7 @@ def find_indistinguishable_classes(
 ) -> list[tuple[int, ...]]:
     """Find the classes that a model cannot tell apart, because all their prompts have the same tokens.
 
-    Only classes that agree in their first prompts are compared in the next one, so that the usual cost is that of
+    Only classes that agree in their first prompts are compared in the others, so that the usual cost is that of
     tokenizing one prompt of each class.
 
     Args:
@@ -96,19 +96,13 @@ def find_indistinguishable_classes(
     Returns:
         Groups of two classes or more, by number in increasing order.
     """
-    # equal for classes that agree so far
-    keys: list[tuple[int, ...]] = [(len(texts),) for texts in prompts]
-    for template in range(max(map(len, prompts), default=0)):
-        sizes = Counter(keys)
-        left = [i for i, key in enumerate(keys) if sizes[key] > 1 and template < len(prompts[i])]
-        if not left:
-            break
-        numbers = number_texts(tokenizer, [prompts[i][template] for i in left])
-        for i, number in zip(left, numbers, strict=True):
-            keys[i] = (*keys[i], number)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, key in enumerate(keys):
-        groups.setdefault(key, []).append(i)
+    first_prompts = number_texts(tokenizer, [texts[0] for texts in prompts])
+    sizes = Counter(first_prompts)
+    groups: dict[tuple[tuple[int, ...], bytes], list[int]] = {}
+    for i, texts in enumerate(prompts):
+        if sizes[first_prompts[i]] > 1:
+            tokens = tokenizer(texts)
+            groups.setdefault((tuple(tokens.shape), tokens.numpy().tobytes()), []).append(i)
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
@@ -134,12 +128,7 @@ def fill_template(template: str, name: str) -> str:
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
 def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
-    """Encode texts: (N, O) float32 unit-norm features on the model's device. Repeated texts are encoded once.
-
-    Raises:
-        DataError: a prompt is not a string, or too long.
-        ConfigError: ``batch_size`` is not a positive integer.
-    """
+    """Encode texts: (N, O) float32 unit-norm features on the model's device. Repeated texts are encoded once."""
     check_batch_size(batch_size)
     prompts = convert_strings(prompts, "texts")
     device = model.logit_scale.device
@@ -179,12 +168,8 @@ def attach_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
     https://arxiv.org/abs/2109.01903).
 
     Args:
-        model: the model, which is not changed.
         names: names of C classes, see ``ClassTable``.
         rows: (C, O), such as the transposed zero-shot classifier.
-
-    Raises:
-        ConfigError: a name is empty, or occurs twice.
     """
     text = ClassTable(names=tuple(names))
     shape = replace(model.architecture, text=text, logit_bias=False, decoder=None, masked=None)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipkit.errors import DataError, Unavailable
-from clipkit.files.patterns import expand_braces, match_wildcards, name_order, user_path
+from clipkit.files.atomic import name_order, user_path
 from clipkit.files.terminal import counted, redact_url
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import (
@@ -64,6 +64,8 @@ _COUNT = "nshards.txt"  # states the number of tars in a folder
 _SHOWN = 8  # names in a message
 _MAX_COUNT = 100  # bytes of nshards.txt
 _MAX_DIGITS = 6  # of a number of shards
+_MAX_NAMES = 1_000_000  # per pattern
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?([0-9]+))?")
 CACHE_GB = 100.0  # default size of the cache of remote files
 
 
@@ -340,7 +342,7 @@ def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
             "as {00000..00010}.tar"
         )
     if is_pipe or "{" in source or path.lower().endswith(_SUFFIXES):
-        yield describe_files(list(expand_braces(source)))
+        yield describe_files(list(_expand_braces(source)))
     else:
         yield (path if source.startswith("http") else source).rstrip("/")
 
@@ -348,10 +350,10 @@ def _list_source(source: str) -> Iterator[Path | str | list[ShardFile]]:
 def _list_paths(source: str) -> Iterator[Path | list[ShardFile]]:
     names = [source]
     if "{" in source and not os.path.lexists(user_path(source)):
-        names = list(expand_braces(source))
+        names = list(_expand_braces(source))
     missing = []
     for name in names:
-        paths = [path for path in match_wildcards(user_path(name)) if os.path.lexists(path)]
+        paths = [path for path in _match_wildcards(user_path(name)) if os.path.lexists(path)]
         if not paths:
             missing.append(name)
             continue
@@ -626,3 +628,68 @@ def _find_all_splits(folder: Path | str) -> list[Source]:
     if missing is not None and not sources:
         raise missing
     return sources
+
+
+def _path_order(path: Path) -> tuple[str, int, str]:
+    """Sort key of paths: folder by folder, within a folder by ``name_order``."""
+    return str(path.parent), *name_order(path.name)
+
+
+def _match_wildcards(path: Path) -> list[Path]:
+    """Return the files and folders that match, sorted by ``_path_order``, without hidden ones.
+
+    A path that exists, or has no wildcards, is returned unchanged.
+    """
+    if not glob.has_magic(str(path)) or path.exists():
+        return [path]
+    every = glob.iglob(str(path), recursive=True)  # noqa: PTH207 - Path.glob includes hidden files
+    names = list(islice(every, _MAX_NAMES + 1))
+    if len(names) > _MAX_NAMES:
+        raise DataError(
+            f"{str(path)[:200]!r} matches more than {_MAX_NAMES:,} names: use their folder instead"
+        )
+    return sorted(map(Path, names), key=_path_order)
+
+
+def _expand_braces(source: str) -> Iterator[str]:
+    """Expand a brace pattern such as ``{00000..00041}.tar``; names are counted before they are generated."""
+    from braceexpand import braceexpand
+
+    if _count_names(source) > _MAX_NAMES:
+        raise DataError(
+            f"the braces of {source[:200]!r} expand to more than {_MAX_NAMES:,} names: check their ranges"
+        )
+    try:
+        names: Iterator[str] = braceexpand(source)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the braces of {source[:200]!r} do not balance") from error
+    return names
+
+
+def _count_names(pattern: str) -> int:
+    """Count the names of a brace pattern; above the limit, return any number greater than the limit."""
+    opened: list[tuple[int, int, int]] = []  # position of each open brace, and the counts before it
+    before, here = 0, 1  # number of names of the previous items of this list, and of the current item
+    position = 0
+    while position < len(pattern):
+        character = pattern[position]
+        if character == "\\":
+            position += 1  # the next character is escaped
+        elif character == "{":
+            opened.append((position, before, here))
+            before, here = 0, 1
+        elif character == "," and opened:
+            before, here = before + here, 1
+        elif character == "}" and opened:
+            start, outer_before, outer = opened.pop()
+            count = before + here
+            if (numbers := _RANGE.fullmatch(pattern, start + 1, position)) is not None:
+                if max(map(len, numbers.groups("1"))) > 18:
+                    return _MAX_NAMES + 1
+                first, last, step = map(int, numbers.groups("1"))
+                count = abs(last - first) // (step or 1) + 1
+            before, here = outer_before, outer * count
+        if here > _MAX_NAMES:
+            return here
+        position += 1
+    return here

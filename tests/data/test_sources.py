@@ -9,7 +9,7 @@ import webdataset
 from hypothesis import assume, given, settings, strategies as st
 
 from clipkit.errors import DataError
-from clipkit.files import patterns
+from clipkit.samples import sources
 from clipkit.samples.remote.store import ShardFile, is_remote
 from data.shards.writer import DatasetWriter, Record
 from data.sources import find_shards
@@ -91,7 +91,7 @@ def test_missing_source_raises_error(source: str, message: str, folder: Path) ->
     ],
 )  # fmt: skip
 def test_names_of_patterns_are_counted(pattern: str, count: int) -> None:
-    assert patterns._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
+    assert sources._count_names(pattern) == count == len(list(braceexpand.braceexpand(pattern)))
 
 
 def test_missing_or_incomplete_split_raises_error(folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_wildcards_match_local_shards(folder: Path, tmp_path: Path, monkeypatch:
     strange = tmp_path / "set[1]*"  # an existing name takes precedence over a wildcard
     train.rename(strange)
     assert len(paths_of(str(strange))) == 12 and paths_of(f"{strange}/3.tar") == [strange / "3.tar"]
-    monkeypatch.setattr(patterns, "_MAX_NAMES", 5)
+    monkeypatch.setattr(sources, "_MAX_NAMES", 5)
     with pytest.raises(DataError, match="matches more than 5 names: use their folder"):
         paths_of(f"{tmp_path}/*/*.tar")
 
@@ -246,7 +246,7 @@ def brace_patterns(draw: st.DrawFn, depth: int = 2) -> str:
 @settings(deadline=None)
 @given(pattern=brace_patterns())
 def test_names_of_random_patterns_are_counted(pattern: str) -> None:
-    count = patterns._count_names(pattern)
+    count = sources._count_names(pattern)
     assume(count < 3000)
     assert count == len(list(braceexpand.braceexpand(pattern)))
 

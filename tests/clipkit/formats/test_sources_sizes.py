@@ -18,11 +18,11 @@ import clipkit
 from clipkit.config import Config
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.checkpoint import save_model
+from clipkit.formats.load import fit_positions
 from clipkit.formats.transformers import build_configs, to_transformers
 from clipkit.model.clip import create
 from clipkit.model.names import create_architecture, from_open_clip
 from clipkit.model.preprocess import preprocess_images
-from clipkit.model.resample import fit_positions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
 from tests.clipkit.stored_models import (

@@ -141,7 +141,13 @@ def test_embeddings_equal_the_model_in_image_order(photos: Path, model: CLIP, tm
         }
         for number in (4, 12, 13, 14)
     ]
-    assert (done.files, done.written, done.complete_files, done.done, done.failed) == (8, 8, 0, COUNT, 4)
+    assert (done.folder.manifest.files, done.written, done.complete_files, done.done, done.failed) == (
+        8,
+        8,
+        0,
+        COUNT,
+        4,
+    )
     assert done.totals is not None
     assert (done.totals.rows, done.totals.width, done.totals.failures) == (COUNT - 4, rows.shape[1], 4)
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from clipkit.cli import ModelOptions
 from clipkit.errors import ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.inference import encode as module
-from clipkit.inference.encode import RayEncoder, encode
+from clipkit.inference.encode import encode, encode_on_ray
 from clipkit.inference.folder import Manifest
 from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.stream import FeatureStream
@@ -77,7 +78,7 @@ def test_ray_tasks_write_the_files_of_one_process(
 
     monkeypatch.setattr(module, "ray_cluster", NoCluster)
     monkeypatch.setattr(module, "ray_tasks", called)
-    for name, encode_parts in (("one", None), ("ray", RayEncoder(address="", options=options()))):
+    for name, encode_parts in (("one", None), ("ray", partial(encode_on_ray, address="", options=options()))):
         features = FeatureStream.from_options(options())
         encoded = encode(
             Stream([photos]),

@@ -23,7 +23,8 @@ from clipkit.inference.search import (
     Embeddings,
     EmbeddingsChanged,
     Hit,
-    Query,
+    combine_query,
+    encode_query,
     stale_note,
     thumbnail,
 )
@@ -119,7 +120,6 @@ def test_new_rows_are_found_and_replaced_ones_are_rejected(tmp_path: Path) -> No
     again, vector = embeddings.row(hit.id)
     assert again.path == hit.path
     torch.testing.assert_close(vector, query, atol=1e-3, rtol=0)
-    torch.testing.assert_close(embeddings.vector_of(hit), vector)
     (tmp_path / "metadata" / "metadata_0.parquet").unlink()  # as while it is rewritten
     write(tmp_path, unit(rng, 5).astype(np.float16), first=1)
     embeddings.refresh()
@@ -169,18 +169,8 @@ def write_table(folder: Path, rows: int, seed: int, **columns: Any) -> Embedding
     return Embeddings(folder)
 
 
-def hit_of(
-    path: str, source: str = "", *, directory: str = "", is_image: bool = True, **metadata: Any
-) -> Hit:
-    return Hit(
-        id="",
-        similarity=1,
-        path=path,
-        source=source,
-        metadata=metadata,
-        directory=directory,
-        is_image=is_image,
-    )
+def hit_of(path: str, source: str = "", *, directory: str = "", **metadata: Any) -> Hit:
+    return Hit(id="", similarity=1, path=path, source=source, metadata=metadata, directory=directory)
 
 
 def index_of(embeddings: Embeddings, hit: Hit) -> int:
@@ -189,88 +179,39 @@ def index_of(embeddings: Embeddings, hit: Hit) -> int:
     return int((torch.from_numpy(rows) @ embeddings.vector_of(hit)).argmax())
 
 
-def test_rows_are_found_by_paths_of_any_type(tmp_path: Path) -> None:
+def test_paths_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
     embeddings = write_table(tmp_path, 3, 0, image_path=[7, 8, 9], url=["a", "b", "c"])
     assert all(hit.path in ("7", "8", "9") for hit in embeddings.search(torch.ones(16) / 4, 3))
-    assert index_of(embeddings, hit_of("8", url="b")) == 1
-    with pytest.raises(DataError, match="no embedding of x"):
-        embeddings.vector_of(hit_of("x", url="b"))
     embeddings = write_table(tmp_path, 3, 0, url=["a", "b", "c"])
     assert all(hit.path == "" for hit in embeddings.search(torch.ones(16) / 4, 3))
-    with pytest.raises(DataError, match="no embedding of 8"):
-        embeddings.vector_of(hit_of("8", url="b"))
-
-
-def test_rows_of_other_folders_are_found_by_source_and_key(tmp_path: Path) -> None:
-    """Keys repeat across shards, and relative paths across directories."""
-    sources = ["a/0.tar", "b/0.tar", "a/0.tar", "c/0.tar", "c/0.tar"]
-    embeddings = write_table(tmp_path, 5, 0, image_path=["0", "0", "1", "2", "2"], source=sources)
-    embeddings.manifest = {"directory": str(tmp_path)}
-    for row, (key, source) in enumerate([("0", "a/0.tar"), ("0", "b/0.tar"), ("1", "a/0.tar")]):
-        for spelled in (tmp_path / source, tmp_path / "x" / ".." / source):
-            assert index_of(embeddings, hit_of(key, str(spelled))) == row
-        assert index_of(embeddings, hit_of(key, source, directory=str(tmp_path))) == row
-        with pytest.raises(DataError, match=rf"no embedding of {key} in {source}$"):
-            embeddings.vector_of(hit_of(key, source, directory="/elsewhere"))
-    with pytest.raises(DataError, match=r"several embeddings of 2 in .*c/0\.tar$"):
-        embeddings.vector_of(hit_of("2", str(tmp_path / "c/0.tar")))
-    with pytest.raises(DataError, match="no embedding of 0"):  # a text
-        embeddings.vector_of(hit_of("0", is_image=False))
-
-    paths = ["photos/1.png", "photos/11.png", str(tmp_path / "more/1.png")]
-    embeddings = write_table(tmp_path, 3, 0, image_path=paths, source=["photos", "photos", "table.csv"])
-    embeddings.manifest = {"directory": str(tmp_path)}
-    assert index_of(embeddings, hit_of(str(tmp_path / "photos/1.png"), "t.csv")) == 0
-    assert index_of(embeddings, hit_of("1.png", ".", directory=str(tmp_path / "photos"))) == 0
-    assert index_of(embeddings, hit_of("more/1.png", "more", directory=str(tmp_path))) == 2
-    with pytest.raises(DataError, match=r"no embedding of photos/1\.png"):
-        embeddings.vector_of(hit_of("photos/1.png", "photos", directory="/elsewhere"))
-    paths = ["photos/1.png", "photos/1.png"]
-    embeddings = write_table(tmp_path / "twice", 2, 0, image_path=paths, source=["photos", "table.csv"])
-    embeddings.manifest = {"directory": str(tmp_path)}
-    assert index_of(embeddings, hit_of(str(tmp_path / "photos/1.png"), "t.csv")) == 0
 
 
 def test_digests_identify_rows_of_other_folders(tmp_path: Path) -> None:
     """Also if keys repeat within a shard, or files have moved."""
-    shard = str(tmp_path / "0.tar")
-    digests = ["a" * 16, "b" * 16, "b" * 16]
-    embeddings = write_table(tmp_path, 3, 0, image_path=["0", "0", "1"], source=[shard] * 3, digest=digests)
+    digests = ["a" * 16, "b" * 16, "b" * 16, None]
+    embeddings = write_table(tmp_path, 4, 0, image_path=["0", "0", "1", "2"], digest=digests)
     for row in (0, 1):
-        for source in (shard, "/elsewhere/moved.tar"):
-            assert index_of(embeddings, hit_of("0", source, digest=digests[row])) == row
-    with pytest.raises(DataError, match="no embedding of 1 in"):
-        embeddings.vector_of(hit_of("1", shard, digest="c" * 16))
-    with pytest.raises(DataError, match="several embeddings of 0 in"):  # a folder of an earlier version
-        embeddings.vector_of(hit_of("0", shard))
-
-
-def test_rows_without_a_source_need_equal_metadata(tmp_path: Path) -> None:
-    """As written by clip-retrieval from shards of img2dataset, whose keys are the same for all datasets."""
-    embeddings = write_table(tmp_path, 2, 0, image_path=["0", "1"], url=["a.example", "b.example"])
-    assert index_of(embeddings, hit_of("1", url="b.example", width=3)) == 1
-    for metadata in ({"url": "c.example"}, {"width": 3}):
-        with pytest.raises(DataError, match="no embedding of 1"):
-            embeddings.vector_of(hit_of("1", **metadata))
-
-
-def test_equal_texts_of_other_folders_are_found(tmp_path: Path) -> None:
-    embeddings = write_table(tmp_path, 3, 0, caption=["a cat", "a dog", "a dog"], source=["x.txt"] * 3)
-    embeddings.manifest = {"kind": "caption"}
-    assert index_of(embeddings, hit_of("a dog", "y.txt", is_image=False)) == 1
-    with pytest.raises(DataError, match="no embedding of a dog"):
-        embeddings.vector_of(hit_of("a dog", "x.txt"))  # an image of this name
+        assert index_of(embeddings, hit_of("moved", digest=digests[row])) == row
+    with pytest.raises(DataError, match="no embedding of 1"):
+        embeddings.vector_of(hit_of("1", digest="c" * 16))
+    with pytest.raises(
+        DataError, match="does not record the content of images: write it with clipkit encode"
+    ):
+        embeddings.vector_of(hit_of("0"))
+    without = write_table(tmp_path / "clip-retrieval", 2, 0, image_path=["0", "1"])
+    with pytest.raises(DataError, match="does not record the content of images"):
+        without.vector_of(hit_of("0", digest=digests[0]))
 
 
 def test_query_that_cancels_out_is_rejected() -> None:
     one = torch.eye(4)
-    half = Query(wanted=[one[0]], unwanted=[one[0]]).vector()
+    half = combine_query([one[0]], [one[0]])
     torch.testing.assert_close(half, one[0])
     with pytest.raises(DataError, match="add up to zero"):
-        Query(wanted=[one[0], -one[0]]).vector()
+        combine_query([one[0], -one[0]])
     with pytest.raises(DataError, match="NaN or infinity"):
-        Query(wanted=[one[0] * torch.nan]).vector()
-    mixed = Query(wanted=[one[0], one[1]], unwanted=[one[2]]).vector()
+        combine_query([one[0] * torch.nan])
+    mixed = combine_query([one[0], one[1]], [one[2]])
     torch.testing.assert_close(mixed, torch.tensor([0.5, 0.5, -0.5, 0]) / 0.75**0.5)
 
 
@@ -384,9 +325,8 @@ def test_text_embeddings_are_searchable(encoded: Path, tmp_path: Path) -> None:
         == 0
     )
     embeddings = Embeddings(Path(out))
-    query = Query()
-    query.add(clipkit.load(model), texts=["a dog"])
-    first, second = embeddings.search(query.vector(), 5)
+    query = combine_query(encode_query(clipkit.load(model), texts=["a dog"]))
+    first, second = embeddings.search(query, 5)
     assert (first.path, second.path) == ("a dog", "a cat") and not embeddings.has_images
     assert first.similarity == pytest.approx(1, abs=1e-3)
 
@@ -519,15 +459,16 @@ def test_search_finds_files_that_were_replaced_while_the_model_was_loaded(
     shutil.copytree(encoded / "images", images)
     encoding = ["encode", str(images), "--model", str(encoded / "model"), "--out", out, "--quiet"]
     assert dispatch(encoding) == 0
-    add = Query.add
 
-    def add_and_update(*arguments: Any, **options: Any) -> None:
-        add(*arguments, **options)
-        (images / "0.png").unlink()
-        assert dispatch(encoding) == 0
-        capsys.readouterr()
+    def encode_and_update(*arguments: Any, **parts: Any) -> list[torch.Tensor]:
+        vectors = encode_query(*arguments, **parts)
+        if parts.get("images"):
+            (images / "0.png").unlink()
+            assert dispatch(encoding) == 0
+            capsys.readouterr()
+        return vectors
 
-    monkeypatch.setattr(Query, "add", add_and_update)
+    monkeypatch.setattr("clipkit.inference.search.encode_query", encode_and_update)
     assert dispatch(["search", out, "--image", str(images / "7.png"), "-k", "1"]) == 0
     assert capsys.readouterr().out.splitlines()[1].endswith("7.png")
 

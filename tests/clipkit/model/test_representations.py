@@ -11,10 +11,9 @@ import clipkit
 from clipkit import CLIP
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
-from clipkit.model.attention import reads_class_token
+from clipkit.model.attention import image_representations, layer_count, reads_class_token
 from clipkit.model.clip import create
 from clipkit.model.names import create_architecture
-from clipkit.model.probes import image_representations, layer_count
 from tests.clipkit.stored_models import write_hub_folder
 
 

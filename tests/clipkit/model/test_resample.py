@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from clipkit.formats.load import fit_positions
 from clipkit.model.clip import CLIP
-from clipkit.model.resample import fit_positions, resize_grid, smooth_grid
+from clipkit.model.towers import resize_grid, smooth_grid
 
 NAME = "visual.positional_embedding"
 

@@ -16,8 +16,8 @@ from clipkit.config import Config, LossConfig, ModelConfig, OptimConfig, ShapeCo
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model import Architecture, ClassTable, TextTower, VisionTower
+from clipkit.model.attention import image_representations
 from clipkit.model.clip import CLIP, create
-from clipkit.model.probes import image_representations
 from clipkit.model.towers import AttentionPooling, average_grid, sincos_grid
 from clipkit.training.build import first_model, shape_of
 from clipkit.training.optim import make_optimizer

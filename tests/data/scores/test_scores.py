@@ -21,7 +21,7 @@ import clipkit
 from clipkit.config import Config, DataConfig, OptimConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import FileLock
-from clipkit.inference.pairs import closest
+from clipkit.inference.stream import closest
 from clipkit.model.clip import CLIP
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
