@@ -12,11 +12,27 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.files import printable
 from eval.datasets.dataset import TEST, list_some
-from eval.metrics import METRICS, Comparison, compare_correct, compare_means, compare_statistics
+from eval.metrics import (
+    METRICS,
+    Comparison,
+    compare_correct,
+    compare_means,
+    compare_statistics,
+    is_fraction,
+    lower_is_better,
+)
+from eval.options import CompareOptions
+from eval.report import print_notes
+from eval.report.tables import format_setting, join_words
+from eval.report.terminal import GAP, LEAST_NAME, WIDTH, Fitted, break_name, format_metric
 from eval.results.records import Details, details_folder, read_all_details
 from eval.results.scores import PREFIX
 from eval.results.table import PROMPTED, Model, Record, ResultTable, group_by, read_table, split_checkpoint
@@ -371,3 +387,111 @@ def _test(metric: str, first: Details, second: Details) -> Comparison | None:
         right = {name: aligned(details.right[name].tensor(), labels) for name in known.items_from}
         items.append(known.items(right, labels))
     return compare_means(items[0], items[1])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The command, and its table for the terminal.
+
+_HEADS = ("A", "B", "B − A [95%]", "p", "better")
+_LEFT_OUT = ("p", "A", "B", "better")  # in this order on a narrow terminal
+
+
+def run_compare(options: CompareOptions) -> int:
+    """Test which differences between two models are statistically significant."""
+    files = [path / "results.jsonl" if path.is_dir() else path for path in options.results]
+    comparison = compare(files, options.first, options.second)
+    console = Console(highlight=False)
+    if comparison.differences:
+        console.print(comparison_table(comparison))
+    else:
+        print(f"{printable(comparison.first)} and {printable(comparison.second)}: nothing could be compared")
+    for line in comparison.refused:
+        console.print(f"not compared: {printable(line)}", markup=False)
+    print_notes(comparison.notes)
+    return 0 if comparison.differences else 1
+
+
+def comparison_table(comparison: ModelComparison) -> RenderableType:
+    """Show the differences of two models; A is the first and B the second.
+
+    A section has the datasets over which p was corrected (one task, setting and metric), or all metrics of a single
+    dataset. Narrow terminals show fewer columns; the difference is the last to be left out.
+    """
+    return Fitted(lambda width: _differences(comparison, min(width, WIDTH)))
+
+
+def _differences(comparison: ModelComparison, width: int) -> Group:
+    differences = comparison.differences
+    columns = {
+        head: max(len(row[i]) for row in (_HEADS, *map(_texts, differences))) for i, head in enumerate(_HEADS)
+    }
+    for head in _LEFT_OUT:
+        if LEAST_NAME + sum(column + GAP for column in columns.values()) > width:
+            del columns[head]
+    kept = [i for i, head in enumerate(_HEADS) if head in columns]
+
+    def grid(rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
+        """Rows of name, texts and style, whose columns are aligned with those of other grids."""
+        table = Table.grid(padding=(0, 2, 0, 0))
+        name_width = max(LEAST_NAME, width - sum(columns.values()) - GAP * len(columns))
+        table.add_column(overflow="fold", width=name_width)
+        for column in columns.values():
+            table.add_column(justify="right", no_wrap=True, width=column)
+        for name, texts, style in rows:
+            table.add_row(name, *(Text(texts[i]) for i in kept), style=style)
+        return table
+
+    sections: dict[str, list[tuple[Text, Difference]]] = {}
+    for kind, same_kind in group_by(differences, _describe_kind).items():
+        single = len({difference.dataset for difference in same_kind}) == 1
+        for metric, same_metric in group_by(same_kind, lambda difference: difference.metric).items():
+            title = f"{kind} on {same_kind[0].dataset}" if single else f"{kind}: {format_metric(metric)}"
+            for difference in same_metric:
+                name = Text(format_metric(metric)) if single else break_name(difference.dataset)
+                sections.setdefault(title, []).append((name, difference))
+    shown: list[RenderableType] = []
+    for title, rows in sections.items():
+        shown.append(Text(("\n" if shown else "") + printable(title), style="bold"))
+        texts = []
+        for name, difference in rows:
+            texts.append((name, _texts(difference), "bold" if difference.beyond_chance else ""))
+        shown.append(grid(texts))
+    count = sum(difference.beyond_chance for difference in differences)
+    return Group(
+        Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}\n"),
+        grid([(Text(""), _HEADS, "")]),
+        Text("─" * width),
+        *shown,
+        Text(
+            f"\n{count} of {len(differences)} differences are beyond chance (p < {LEVEL:g}, corrected\n"
+            "by Holm's procedure over the datasets of each task, setting and metric).\n"
+            "Intervals, in percentage points or ranks, are of one difference each, uncorrected."
+        ),
+    )
+
+
+def _describe_kind(difference: Difference) -> str:
+    return join_words(
+        difference.task,
+        format_setting(difference.task, difference.setting),
+        f"prompts {difference.prompt_set}" if difference.prompt_set else "",
+    )
+
+
+def _texts(difference: Difference) -> tuple[str, ...]:
+    """Format a row without its name."""
+    factor, unit = 1, ""
+    if is_fraction(difference.metric, difference.first, difference.second):
+        factor, unit = 100, "%"
+    test = difference.test
+    low, high = factor * test.low, factor * test.high
+    better = "–"
+    if difference.beyond_chance:
+        better = "B" if (test.difference > 0) != lower_is_better(difference.metric) else "A"
+    return (
+        f"{factor * difference.first:,.1f}{unit}",
+        f"{factor * difference.second:,.1f}{unit}",
+        f"{factor * test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]".replace("-", "−"),
+        "<0.001" if difference.p < 0.001 else f"{difference.p:.3f}",
+        better,
+    )

@@ -206,10 +206,10 @@ COMMANDS = {
     "verify": Command(
         options=VerifyOptions, without=_TASK_OPTIONS | {"skip_existing"}, run="eval.verify:run_verify"
     ),
-    "report": Command(options=ReportOptions, run="eval.commands:run_report"),
-    "compare": Command(options=CompareOptions, run="eval.commands:run_compare"),
+    "report": Command(options=ReportOptions, run="eval.report:run_report"),
+    "compare": Command(options=CompareOptions, run="eval.compare:run_compare"),
     "soup": Command(options=SoupOptions, run="eval.soup:run_soup"),
-    "internals": Command(options=InternalsOptions, run="eval.report.internals_page:run_internals"),
+    "internals": Command(options=InternalsOptions, run="eval.internals:run_internals"),
     "list": Command(options=ListOptions, run="eval.datasets.catalog:run_list"),
-    "new": Command(options=NewOptions, run="eval.datasets.new:run_new"),
+    "new": Command(options=NewOptions, run="eval.datasets.catalog:run_new"),
 }

@@ -3,30 +3,40 @@
 One self-contained file; the same results give the same bytes.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, Unpack
 
 from markupsafe import Markup
 
+from clipkit.errors import DataError
 from clipkit.files import write_page
 from eval.datasets.dataset import TEST, list_some
 from eval.features.image_models import TIMM
-from eval.report.blocks import detail_sections
+from eval.metrics import is_fraction, metric_title
 from eval.report.charts import (
     TEMPLATES,
     TONES,
     Bar,
+    ChartLine,
     Dot,
     Headline,
     Thumbnails,
+    draw_chart,
     draw_scatter,
+    format_number,
+    format_value,
+    load_macro,
 )
-from eval.report.curves import dims_chart, few_shot_chart, layers_chart
 from eval.report.tables import (
+    AS_TRAINED,
+    PLAIN,
     Average,
     Facts,
     Line,
@@ -39,7 +49,8 @@ from eval.report.tables import (
     score_table,
     task_tables,
 )
-from eval.results.records import read_all_details
+from eval.results.records import Details, Packed, read_all_details
+from eval.results.scores import PREFIX
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, is_same_data
 
 _HEADLINES = 4
@@ -323,3 +334,409 @@ def _list_revisions(rows: Sequence[Record]) -> dict[str, str]:
         if texts:
             revisions[dataset if split == TEST else f"{dataset}, {split}"] = "; ".join(texts)
     return revisions
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Curves over images per class, layers and dimensions: means over the datasets that all curves have.
+
+
+_MOST_LAYERS = 13  # layer numbers that fit on an axis as wide as a phone
+_SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
+_LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
+
+# by x (images per class, layer, dimension) and dataset
+_Points = dict[int, dict[str, Record]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """Scores of one model and variant of a setting: by x, those to average."""
+
+    model: int
+    name: str
+    tone: int
+    dashed: bool
+    points: Mapping[int, Sequence[Record]]
+
+
+def few_shot_chart(scores: ResultTable, zero_shot: ScoreTable) -> dict[str, Any]:
+    """Describe mean accuracy over images per class, zero-shot at 0 (figure 6 of the CLIP paper)."""
+    deviations: dict[tuple[int, str, str, str], float] = {}
+    means = []
+    for row in scores.rows:
+        if row.task == "few-shot" and row.metric.endswith("_std"):
+            metric = row.metric.removesuffix("_std")
+            deviations[row.model, row.dataset, row.setting, metric] = row.value
+        elif row.task == "few-shot":
+            means.append(row)
+    curves, shots, datasets = _collect_curves(scores.models, _group_points(means, _SHOTS))
+    positions = {k: float(i) for i, k in enumerate(dict.fromkeys([0, *shots]))}
+    lines = []
+    for line, curve in zip(_draw_means(curves, positions.__getitem__), curves, strict=True):
+        band = []
+        for (x, mean), rows in zip(line.points, curve.points.values(), strict=True):
+            spreads = [_find_spread(row, deviations) for row in rows]
+            squares = [spread**2 for spread in spreads if spread is not None]
+            if len(squares) == len(spreads):
+                width = 100 * math.sqrt(sum(squares)) / len(squares)
+                band.append((x, mean - width, mean + width))
+        lines.append(replace(line, band=band, mark=_mark_zero_shot(curve, zero_shot)))
+    notes = [f"mean of {datasets}"]
+    if any(line.band for line in lines):
+        kind = "± standard deviation over seeds" if deviations else "interval"
+        notes.append(f"band: {kind} of the mean")
+    if any(line.mark is not None for line in lines):
+        notes.append("rings: zero-shot")
+    return {"lines": lines, "note": "; ".join(notes), "ticks": [(x, str(k)) for k, x in positions.items()]}
+
+
+def _find_spread(row: Record, deviations: Mapping[tuple[int, str, str, str], float]) -> float | None:
+    """Return the standard deviation over seeds, or else half the interval."""
+    half = None
+    if row.interval is not None:
+        half = (row.interval[1] - row.interval[0]) / 2
+    return deviations.get((row.model, row.dataset, row.setting, row.metric), half)
+
+
+def _mark_zero_shot(curve: _Curve, zero_shot: ScoreTable) -> tuple[float, float] | None:
+    """Return the mean zero-shot score at 0 on the datasets of the first point, if all of them have one."""
+    values: dict[str, float] = {}
+    for line in zero_shot.lines:
+        if line.counted and line.dataset not in values and curve.model in line.values:
+            values[line.dataset] = line.values[curve.model]
+    rows = next(iter(curve.points.values()), ())
+    marks = [values[row.dataset] for row in rows if row.dataset in values]
+    if not marks or len(marks) < len(rows):
+        return None
+    return 0.0, 100 * fmean(marks)
+
+
+def layers_chart(scores: ResultTable) -> dict[str, Any]:
+    """Describe the mean accuracy of a probe at each depth, if several layers were probed."""
+    curves, depths, datasets = _collect_curves(scores.models, _group_points(scores.rows, _LAYER), least=2)
+    shown = depths[::-1][:: math.ceil(len(depths) / _MOST_LAYERS) or 1]
+    ticks = [(float(depth), str(depth)) for depth in reversed(shown)]
+    return {"lines": _draw_means(curves, float), "note": f"mean of {datasets}", "ticks": ticks}
+
+
+def dims_chart(scores: ResultTable) -> dict[str, Any]:
+    """Describe the mean score of prefixes of the embedding and of the whole over the logarithm of their size."""
+    groups: dict[tuple[object, ...], list[Record]] = {}
+    for row in scores.rows:
+        dim, setting = row.dim_and_setting
+        key = row.model, *row.series[:4], setting
+        groups.setdefault(key, []).append(replace(row, setting=f"dim {dim} {setting}".strip()))
+    several = []
+    for rows in groups.values():
+        if len({row.setting for row in rows}) > 1:
+            several += rows
+    curves, dims, datasets = _collect_curves(scores.models, _group_points(several, PREFIX), least=2)
+    ticks = [(math.log2(dim), str(dim)) for dim in dims]
+    return {"lines": _draw_means(curves, math.log2), "note": f"mean of {datasets}", "ticks": ticks}
+
+
+def _draw_means(curves: Sequence[_Curve], position: Callable[[int], float]) -> list[ChartLine]:
+    """Draw the mean score of each point of curves at ``position(x)``."""
+    lines = []
+    for curve in curves:
+        points = []
+        for x, rows in curve.points.items():
+            points.append((position(x), 100 * fmean(row.value for row in rows)))
+        lines.append(
+            ChartLine(name=curve.name, points=points, tone=curve.tone, dots=True, dashed=curve.dashed)
+        )
+    return lines
+
+
+def _group_points(rows: Iterable[Record], setting: re.Pattern[str]) -> dict[tuple[int, str], _Points]:
+    """Group the fractions whose setting has an x by model and variant; each dataset has its first metric."""
+    metrics: dict[str, str] = {}
+    curves: dict[tuple[int, str], _Points] = {}
+    for row in rows:
+        match = setting.fullmatch(row.setting)
+        if not match or not is_fraction(row.metric, row.value):
+            continue
+        if metrics.setdefault(row.dataset, row.metric) == row.metric:
+            variant = match[2] if row.task == "few-shot" else f"{row.task} {match[2]}".rstrip()
+            points = curves.setdefault((row.model, variant), {})
+            points.setdefault(int(match[1]), {}).setdefault(row.dataset, row)
+    return curves
+
+
+def _collect_curves(
+    models: Sequence[Model], points_of: Mapping[tuple[int, str], _Points], least: int = 1
+) -> tuple[list[_Curve], list[int], str]:
+    """Collect curves of at least ``least`` points over the datasets that all curves have, of the same data.
+
+    A dataset with few images per class has no scores for many shots and contributes only to the others. If the
+    curves share no datasets, each uses its own.
+
+    Returns:
+        The curves, all their x, and a description of the datasets.
+    """
+    points_of = {key: points for key, points in sorted(points_of.items()) if len(points) >= least}
+    if not points_of:
+        return [], [], ""
+    shared, total = _share_datasets(list(points_of.values()))
+    is_any_shared = any(shared.values())
+    variants = list(dict.fromkeys(variant for _, variant in points_of))
+    several = len({model for model, _ in points_of}) > 1
+    curves = []
+    for (model, variant), points in points_of.items():
+        # named and colored by what differs between the curves
+        label = models[model].label
+        rank = variants.index(variant)
+        color = model if several else rank
+        name = join_words(label if several else "", (variant or PLAIN) if len(variants) > 1 else "")
+        averaged: dict[int, list[Record]] = {}
+        for x in sorted(points):
+            names = shared[x] if is_any_shared else sorted(points[x])
+            if names:
+                averaged[x] = [points[x][dataset] for dataset in names]
+        curves.append(
+            _Curve(
+                model=model,
+                name=name or label,
+                tone=color % TONES + 1,
+                dashed=color >= TONES or (several and rank > 0),
+                points=averaged,
+            )
+        )
+    return curves, list(shared), _describe_shared(shared, total)
+
+
+def _share_datasets(curves: Sequence[_Points]) -> tuple[dict[int, tuple[str, ...]], int]:
+    """Find at each x the datasets that all curves with this x have, of the same data; also count all datasets."""
+    rows_of: dict[str, list[Record]] = {}
+    common: set[str] = set()
+    for i, points in enumerate(curves):
+        names: set[str] = set()
+        for rows in points.values():
+            names |= rows.keys()
+            for name, row in rows.items():
+                rows_of.setdefault(name, []).append(row)
+        common = common & names if i else names
+    common = {name for name in common if is_same_data(*rows_of[name])}
+    shared = {}
+    for x in sorted(set().union(*curves)):
+        at_x = [points[x] for points in curves if x in points]
+        shared[x] = tuple(sorted(common.intersection(*at_x)))
+    return shared, len(rows_of)
+
+
+def _describe_shared(shared: Mapping[int, tuple[str, ...]], total: int) -> str:
+    """Describe over which of ``total`` datasets curves are means, by the datasets shared at each x."""
+    groups = group_by(shared, shared.__getitem__)
+    if not any(groups):
+        return "each line's own datasets, which differ"
+    if len(groups) > 1:
+        parts = []
+        for names, xs in groups.items():
+            if names:
+                parts.append(f"{len(names)} at {', '.join(map(str, xs))}")
+        return f"the datasets that all have: {'; '.join(parts)}"
+    (names,) = groups
+    if len(names) == 1:
+        return names[0]
+    if len(names) < total:
+        return f"the {len(names)} of {total} datasets that all have"
+    return f"{total} datasets"
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Details of models on datasets: ranks, calibration, confusion, frequent mistakes and examples.
+
+
+_BLOCKS = 96  # models on datasets that are shown in detail
+_SHADES = 6  # of a confusion matrix
+_LISTED = 8  # mistakes and classes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """The details of one model on one dataset; ``score`` is its main score as text."""
+
+    model: Model
+    details: Details
+    score: str
+
+    @property
+    def heading(self) -> str:
+        """Task, prompts, setting, hyperparameters and score."""
+        details = self.details
+        text = join_words(
+            details.task,
+            f"prompts {details.prompt_set}" if details.prompt_set else "",
+            format_setting(details.task, details.setting),
+            f"C = {format_number(details.chosen_c)}" if details.chosen_c is not None else "",
+            f"learning rate {details.chosen_rate:g}" if details.chosen_rate is not None else "",
+        )
+        if details.tuned_on:
+            text += f" (chosen on {details.tuned_on})"
+        return join_words(text, self.score)
+
+    @property
+    def recall(self) -> Markup | None:
+        """For retrieval, a chart of the fraction of queries with a match among the first k; None if unreadable."""
+        ranks: dict[str, list[int]] = {}
+        for direction in ("image_to_text", "text_to_image"):
+            packed = self.details.values.get(f"{direction}_mean_rank")
+            if packed is not None and packed.n:
+                try:
+                    ranks[direction.replace("_", " ")] = sorted(packed.tensor().tolist())
+                except DataError:
+                    return None
+        if not ranks:
+            return Markup()
+        last = max(own_ranks[-1] for own_ranks in ranks.values())
+        steps = [factor * 10**power for power in range(8) for factor in (1, 3)]
+        first = [*(k for k in steps if 1.5 * k < last), last]
+        lines = []
+        for tone, (direction, own_ranks) in enumerate(ranks.items(), start=1):
+            recalls = [100 * bisect_right(own_ranks, k) / len(own_ranks) for k in first]
+            lines.append(
+                ChartLine(
+                    name=direction,
+                    points=[(float(i), recall) for i, recall in enumerate(recalls)],
+                    tone=tone,
+                    dots=True,
+                    summary=f"median rank {format_number(median(own_ranks))}",
+                )
+            )
+        return draw_chart(
+            "Found among the first k",
+            lines,
+            note="fraction of queries with a match among them",
+            unit="%",
+            floor=0,
+            ceiling=100,
+            wide=True,
+            x_name="among the first",
+            x_ticks=[(float(i), format_number(k)) for i, k in enumerate(first)],
+        )
+
+    @property
+    def confusions(self) -> list[dict[str, Any]]:
+        """The confusion matrices of classes and superclasses."""
+        details = self.details
+        matrices = (
+            ("Confusion", details.class_names, details.matrix),
+            ("By superclass", details.superclass_names, details.superclass_matrix),
+        )
+        return [
+            _prepare_confusion(title, names, packed)
+            for title, names, packed in matrices
+            if packed is not None and names
+        ]
+
+    @property
+    def mistakes(self) -> list[tuple[str, str, int]]:
+        """The most frequent mistakes: true class, predicted class, count."""
+        frequent = self.details.mistakes[:_LISTED]
+        return [(self._class(label), self._class(predicted), count) for label, predicted, count in frequent]
+
+    @property
+    def weakest(self) -> list[tuple[str, float]]:
+        """The classes of the lowest accuracy, if there are several classes."""
+        pairs = zip(self.details.class_right, self.details.class_counts, strict=True)
+        accuracies = sorted((right / count, i) for i, (right, count) in enumerate(pairs) if count)
+        if len(accuracies) < 2:
+            return []
+        return [(self._class(i), accuracy) for accuracy, i in accuracies[: _LISTED // 2]]
+
+    def _class(self, label: int) -> str:
+        return self.details.class_names[label] or f"class {label}"
+
+
+def _prepare_confusion(title: str, names: Sequence[str], packed: Packed) -> dict[str, Any]:
+    """Prepare a confusion matrix; rows are true, ``counts`` None if unreadable.
+
+    ``squares`` draws many classes: whether on the diagonal, opacity, and path of all squares of one shade.
+    """
+    try:
+        counts = packed.tensor().view(len(names), len(names)).tolist()
+    except (DataError, RuntimeError):
+        return {"title": title, "names": names, "counts": None, "diagonal": 0, "squares": []}
+    paths: dict[tuple[bool, int], str] = {}
+    for i, row in enumerate(counts):
+        for j, count in enumerate(row):
+            if count:
+                key = i == j, min(_SHADES, 1 + int(_SHADES * count / sum(row)))
+                paths[key] = paths.get(key, "") + f"M{j} {i}h1v1h-1z"
+    squares = [
+        (on_diagonal, 0.1 + 0.9 * shade / _SHADES, paths[on_diagonal, shade])
+        for on_diagonal, shade in sorted(paths)
+    ]
+    diagonal = sum(row[i] for i, row in enumerate(counts))
+    return {"title": title, "names": names, "counts": counts, "diagonal": diagonal, "squares": squares}
+
+
+def blocks_html(blocks: Sequence[Block], thumbnails: Thumbnails) -> Markup:
+    """Render the blocks of one dataset."""
+    return load_macro("blocks.html", "blocks")(blocks, thumbnails)
+
+
+def detail_sections(
+    scores: ResultTable, details: Sequence[Details], thumbnails: Thumbnails
+) -> tuple[str, list[tuple[str, str, Markup]]]:
+    """Render details by dataset; of many models only the first few, so that the page stays small.
+
+    Returns:
+        An introduction, and by dataset its name, models and content.
+    """
+    datasets = {}
+    for dataset, blocks in group_by(
+        _sort_blocks(scores, details), lambda block: block.details.dataset
+    ).items():
+        # first one task of every model, then the others
+        first = {block.model.label: block for block in reversed(blocks)}
+        datasets[dataset] = sorted(blocks, key=lambda block: first[block.model.label] is not block)
+    most = max(map(len, datasets.values()), default=0)
+    while most > 1 and sum(min(most, len(blocks)) for blocks in datasets.values()) > _BLOCKS:
+        most -= 1
+    left_out = sum(map(len, datasets.values()))
+    has_examples = False
+    sections = []
+    for dataset, blocks in datasets.items():
+        has_examples |= any(block.details.examples for block in blocks[:most])
+        content = blocks_html(blocks[:most], thumbnails)
+        if content.strip():
+            left_out -= len(blocks[:most])
+            labels = list(dict.fromkeys(block.model.label for block in blocks))
+            sections.append((dataset, f"{len(labels)} models" if len(labels) > 1 else labels[0], content))
+    lead = []
+    if has_examples:
+        lead.append(
+            "Examples alternate between random correct and random wrong predictions, whatever the accuracy. ✓ "
+            "marks correct ones."
+        )
+    if left_out and most > 1:
+        lead.append(f"The first {most} models of each dataset are shown.")
+    elif left_out:
+        lead.append("One model of each dataset is shown.")
+    return " ".join(lead), sections
+
+
+def _sort_blocks(scores: ResultTable, details: Sequence[Details]) -> list[Block]:
+    """Sort the details of the scores' models by dataset and model, those of trained tasks last."""
+    models = {model.weights: i for i, model in reversed(list(enumerate(scores.models)))}
+    order = {name: i for i, name in enumerate(dict.fromkeys(row.dataset for row in scores.rows))}
+    rows = {(row.model, *row.series): row for row in reversed(scores.rows)}
+    shown = [each for each in details if each.weights in models and each.dataset in order]
+    shown.sort(
+        key=lambda each: (order[each.dataset], models[each.weights], each.task not in AS_TRAINED, each.key)
+    )
+    blocks = []
+    for each in shown:
+        model = models[each.weights]
+        row = rows.get((model, each.dataset, each.split, each.task, each.prompt_set, each.setting))
+        score = ""
+        if row is not None:
+            value = (
+                format_value(100 * row.value, "%")
+                if is_fraction(row.metric, row.value)
+                else format_number(row.value)
+            )
+            score = f"{metric_title(row.metric)} {value}"
+        blocks.append(Block(model=scores.models[model], details=each, score=score))
+    return blocks

@@ -67,7 +67,7 @@ class Facts(TypedDict, total=False):
         primary: by dataset, its primary metric; by default the first recorded.
         published: by dataset, published numbers in [0, 1] by model or architecture, shown next to the dataset's
             first line; or several sets of them, each shown next to the line of its task, metric and prompts.
-        paper: by dataset, the difference in figure 5 of the CLIP paper, see ``eval.datasets.card.Paper``.
+        paper: by dataset, the difference in figure 5 of the CLIP paper, see ``eval.datasets.Paper``.
     """
 
     suites: Mapping[str, Sequence[str]]

@@ -15,25 +15,21 @@ from rich.table import Table
 from rich.text import Text
 
 from clipkit.files import printable
-from eval.compare import LEVEL, Difference, ModelComparison
-from eval.metrics import is_fraction, is_informative, is_rank, lower_is_better, metric_title
-from eval.report.tables import PLAIN, format_setting, join_words
+from eval.metrics import is_fraction, is_informative, is_rank, metric_title
+from eval.report.tables import PLAIN
 from eval.results.scores import Score
-from eval.results.table import group_by
 
-_WIDTH = 80
+WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name
-_LEAST_NAME = 7  # on a narrow terminal
+LEAST_NAME = 7  # on a narrow terminal
 _METRIC = 9  # minimum width of a metric, so that it breaks only between words
-_GAP = 2  # characters between columns
+GAP = 2  # characters between columns
 _SHOTS = re.compile(r"(\d+)-shot ?(.*)")
-_HEADS = ("A", "B", "B − A [95%]", "p", "better")
-_LEFT_OUT = ("p", "A", "B", "better")  # in this order on a narrow terminal
 _table = partial(Table, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 @dataclass(frozen=True)
-class _Fitted:
+class Fitted:
     """Content that depends on the width of the terminal."""
 
     render: Callable[[int], RenderableType]
@@ -47,8 +43,8 @@ def score_table(scores: Sequence[Score]) -> RenderableType:
     shown = [score for score in scores if is_informative(score.metric, score.n)]
     few = [score for score in shown if score.task == "few-shot" and _SHOTS.fullmatch(score.setting)]
     others = [score for score in shown if score not in few]
-    plain = [_Fitted(partial(_plain, others))] if others or not few else []
-    return Group(*plain, _Fitted(lambda width: Group(*_few_shot(few, min(width, _WIDTH)))))
+    plain = [Fitted(partial(_plain, others))] if others or not few else []
+    return Group(*plain, Fitted(lambda width: Group(*_few_shot(few, min(width, WIDTH)))))
 
 
 def _plain(scores: Sequence[Score], width: int) -> Table:
@@ -79,20 +75,20 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
         chance: ["" if score.chance is None else _value(score, score.chance, digits=2) for score in scores],
         "n": [f"{score.n:,}" for score in scores],
     }
-    words = [word for score in scores for word in _metric(score.metric).split()]
+    words = [word for score in scores for word in format_metric(score.metric).split()]
     metric = max(cell_len("metric"), min(_METRIC, max(map(cell_len, words), default=0)))
-    lines = [line for name in names for line in _broken(name).plain.split("\n")]
+    lines = [line for name in names for line in break_name(name).plain.split("\n")]
     widest = max(map(cell_len, ["dataset", *lines]))
 
     def room() -> int:
         """The width left for names."""
         others = [metric, *(max(map(cell_len, [head, *own])) for head, own in cells.items())]
-        return width - _GAP - sum(column + _GAP for column in others)
+        return width - GAP - sum(column + GAP for column in others)
 
     for head in (chance, "n", "95% interval"):
         if room() < widest:
             del cells[head]
-    most = max(_LEAST_NAME, min(_NAME, room()))
+    most = max(LEAST_NAME, min(_NAME, room()))
     table = _table()
     table.add_column("dataset", no_wrap=True)
     table.add_column("metric", overflow="fold", min_width=metric)
@@ -102,7 +98,7 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
         if i in sections:
             table.add_section()
         own = (column[i] for column in cells.values())  # Text is not read as markup
-        table.add_row(_broken(names[i], most), Text(_metric(score.metric)), *own)
+        table.add_row(break_name(names[i], most), Text(format_metric(score.metric)), *own)
     return table
 
 
@@ -117,7 +113,7 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
     for score in scores:
         match = _SHOTS.fullmatch(score.setting)
         if match and not score.metric.endswith("_std"):
-            name = f"{_metric(score.metric)}, {printable(match[2]) or PLAIN}"
+            name = f"{format_metric(score.metric)}, {printable(match[2]) or PLAIN}"
             datasets.setdefault(score.dataset, {}).setdefault(name, {})[int(match[1])] = score
 
     def mean_and_spread(score: Score | None) -> str:
@@ -127,15 +123,15 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
         value = _value(score, score.value) + (f" ±{_value(std, std.value)}" if std else "")
         return f"{value}\n{_interval(score)}".rstrip()
 
-    chance = width >= _WIDTH // 2  # left out on a narrower terminal
-    room = width - _METRIC - 2 * _GAP - (len("chance") if chance else 0)
+    chance = width >= WIDTH // 2  # left out on a narrower terminal
+    room = width - _METRIC - 2 * GAP - (len("chance") if chance else 0)
     for dataset, rows in datasets.items():
         sizes = sorted({score.n for row in rows.values() for score in row.values()})
         parts: list[list[int]] = [[]]  # whose columns fit next to each other
         free = room
         for k in sorted({k for row in rows.values() for k in row}):
             cells = [mean_and_spread(row[k]) for row in rows.values() if k in row]
-            wide = _GAP + max(len(line) for cell in (*cells, f"{k}-shot") for line in cell.split("\n"))
+            wide = GAP + max(len(line) for cell in (*cells, f"{k}-shot") for line in cell.split("\n"))
             if parts[-1] and wide > free:
                 parts.append([])
                 free = room
@@ -160,12 +156,12 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
         yield Text(f"Percent by images per class: {mean if draws > 1 else 'of one draw'}.\n")
 
 
-def _metric(metric: str) -> str:
+def format_metric(metric: str) -> str:
     """Format the recorded name of a metric as words between which a table may break."""
     return printable(metric.replace("_", " ") if metric.endswith(("acc1", "acc5")) else metric_title(metric))
 
 
-def _broken(name: str, most: int = _NAME) -> Text:
+def break_name(name: str, most: int = _NAME) -> Text:
     """Break a name between its parts into lines of at most so many characters."""
     lines = [""]
     for piece in re.findall(r"[^-_/. ]*[-_/. ]?", printable(name)):
@@ -187,89 +183,3 @@ def _interval(score: Score) -> str:
     if score.low is None or score.high is None:
         return ""
     return f"{_value(score, score.low)}–{_value(score, score.high)}"
-
-
-def comparison_table(comparison: ModelComparison) -> RenderableType:
-    """Show the differences of two models; A is the first and B the second.
-
-    A section has the datasets over which p was corrected (one task, setting and metric), or all metrics of a single
-    dataset. Narrow terminals show fewer columns; the difference is the last to be left out.
-    """
-    return _Fitted(lambda width: _differences(comparison, min(width, _WIDTH)))
-
-
-def _differences(comparison: ModelComparison, width: int) -> Group:
-    differences = comparison.differences
-    columns = {
-        head: max(len(row[i]) for row in (_HEADS, *map(_texts, differences))) for i, head in enumerate(_HEADS)
-    }
-    for head in _LEFT_OUT:
-        if _LEAST_NAME + sum(column + _GAP for column in columns.values()) > width:
-            del columns[head]
-    kept = [i for i, head in enumerate(_HEADS) if head in columns]
-
-    def grid(rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
-        """Rows of name, texts and style, whose columns are aligned with those of other grids."""
-        table = Table.grid(padding=(0, 2, 0, 0))
-        name_width = max(_LEAST_NAME, width - sum(columns.values()) - _GAP * len(columns))
-        table.add_column(overflow="fold", width=name_width)
-        for column in columns.values():
-            table.add_column(justify="right", no_wrap=True, width=column)
-        for name, texts, style in rows:
-            table.add_row(name, *(Text(texts[i]) for i in kept), style=style)
-        return table
-
-    sections: dict[str, list[tuple[Text, Difference]]] = {}
-    for kind, same_kind in group_by(differences, _describe_kind).items():
-        single = len({difference.dataset for difference in same_kind}) == 1
-        for metric, same_metric in group_by(same_kind, lambda difference: difference.metric).items():
-            title = f"{kind} on {same_kind[0].dataset}" if single else f"{kind}: {_metric(metric)}"
-            for difference in same_metric:
-                name = Text(_metric(metric)) if single else _broken(difference.dataset)
-                sections.setdefault(title, []).append((name, difference))
-    shown: list[RenderableType] = []
-    for title, rows in sections.items():
-        shown.append(Text(("\n" if shown else "") + printable(title), style="bold"))
-        texts = []
-        for name, difference in rows:
-            texts.append((name, _texts(difference), "bold" if difference.beyond_chance else ""))
-        shown.append(grid(texts))
-    count = sum(difference.beyond_chance for difference in differences)
-    return Group(
-        Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}\n"),
-        grid([(Text(""), _HEADS, "")]),
-        Text("─" * width),
-        *shown,
-        Text(
-            f"\n{count} of {len(differences)} differences are beyond chance (p < {LEVEL:g}, corrected\n"
-            "by Holm's procedure over the datasets of each task, setting and metric).\n"
-            "Intervals, in percentage points or ranks, are of one difference each, uncorrected."
-        ),
-    )
-
-
-def _describe_kind(difference: Difference) -> str:
-    return join_words(
-        difference.task,
-        format_setting(difference.task, difference.setting),
-        f"prompts {difference.prompt_set}" if difference.prompt_set else "",
-    )
-
-
-def _texts(difference: Difference) -> tuple[str, ...]:
-    """Format a row without its name."""
-    factor, unit = 1, ""
-    if is_fraction(difference.metric, difference.first, difference.second):
-        factor, unit = 100, "%"
-    test = difference.test
-    low, high = factor * test.low, factor * test.high
-    better = "–"
-    if difference.beyond_chance:
-        better = "B" if (test.difference > 0) != lower_is_better(difference.metric) else "A"
-    return (
-        f"{factor * difference.first:,.1f}{unit}",
-        f"{factor * difference.second:,.1f}{unit}",
-        f"{factor * test.difference:+,.1f} [{low:+,.1f}, {high:+,.1f}]".replace("-", "−"),
-        "<0.001" if difference.p < 0.001 else f"{difference.p:.3f}",
-        better,
-    )

@@ -11,13 +11,12 @@ from rich.console import Console
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from eval.compare import ModelComparison, compare
+from eval.compare import ModelComparison, compare, comparison_table
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import compare_correct
 from eval.metrics.classes import mean_per_class_recall
 from eval.metrics.intervals import mcnemar
 from eval.metrics.ranking import roc_auc
-from eval.report.terminal import comparison_table
 from eval.results.details import item_details, prediction_details
 from eval.results.records import pack_values, write_details
 

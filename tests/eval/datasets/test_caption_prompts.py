@@ -19,9 +19,9 @@ from eval import read_results
 from eval.__main__ import main
 from eval.compare import compare
 from eval.datasets import load_card
-from eval.datasets.catalog import describe_card, published_scores
+from eval.datasets.catalog import describe_card
 from eval.datasets.targets import find_targets
-from eval.report import as_csv
+from eval.report import as_csv, list_published
 from eval.report.tables import score_table
 from eval.results.records import read_details
 from eval.results.table import read_table
@@ -186,7 +186,7 @@ def test_published_scores_belong_to_their_caption_prompts(tmp_path: Path) -> Non
         for metric in ("mean_R@1", "image_to_text_R@1", "text_to_image_R@1", "image_to_text_R@5")
     ]
     path = write(tmp_path / "r.jsonl", lines)
-    published = published_scores(["flickr30k"])
+    published = list_published([load_card("flickr30k")])
     table = score_table(read_table([path]), published=published, primary={"flickr30k": "mean_R@1"})
     assert table.published[:1] == (name,)
     beside = {(one.note, one.metric): one.published.get(name) for one in table.lines}

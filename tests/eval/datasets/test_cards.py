@@ -14,6 +14,7 @@ from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN
 from eval.datasets import (
     Card,
+    MetricKind,
     Prompts,
     Sources,
     Torchvision,
@@ -22,11 +23,10 @@ from eval.datasets import (
     load_suite,
     parse_card,
     read_card,
+    simplify_key,
     suite_names,
 )
-from eval.datasets.card import MetricKind, simplify_key
-from eval.datasets.catalog import cards_in_no_suite, describe_card
-from eval.datasets.new import card_toml
+from eval.datasets.catalog import card_toml, cards_in_no_suite, describe_card
 from eval.metrics import METRICS
 from eval.readers.torchvision import TORCHVISION_SETS
 from eval.tasks import TASKS

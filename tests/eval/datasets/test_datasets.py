@@ -20,8 +20,8 @@ from data.options import PackOptions
 from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval.__main__ import main
+from eval.datasets.catalog import new_card
 from eval.datasets.dataset import DEFAULT_TEMPLATES, SampleImages
-from eval.datasets.new import new_card
 from eval.readers import open_dataset, open_datasets
 from tests.eval.conftest import CLASSES
 

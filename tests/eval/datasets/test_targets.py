@@ -10,7 +10,7 @@ import pytest
 
 from clipkit.errors import ConfigError, DataError, Unavailable
 from clipkit.samples.remote.transfer import PATIENCE
-from eval.datasets.new import new_card
+from eval.datasets.catalog import new_card
 from eval.datasets.targets import find_targets, open_available, open_suites
 from eval.verify import explain_no_checks, list_expected_tasks, open_expected
 

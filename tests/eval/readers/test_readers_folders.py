@@ -17,8 +17,8 @@ from data.pack import pack
 from eval import readers
 from eval.__main__ import main
 from eval.datasets import read_card
+from eval.datasets.catalog import new_card
 from eval.datasets.dataset import EvalDataset
-from eval.datasets.new import new_card
 from eval.datasets.targets import find_targets
 from eval.metrics.classes import any_label_accuracy
 from eval.readers import OpenOptions, Reader, open_dataset

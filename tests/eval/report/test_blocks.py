@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from eval.datasets.dataset import EvalDataset
-from eval.report.blocks import Block, blocks_html
 from eval.report.charts import Thumbnails
+from eval.report.comparison_page import Block, blocks_html
 from eval.report.tables import format_setting
 from eval.results.details import prediction_details
 from eval.results.records import Details

@@ -9,9 +9,9 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from clipkit.files.terminal import printable
-from eval.compare import Difference, ModelComparison
+from eval.compare import Difference, ModelComparison, comparison_table
 from eval.metrics import Comparison
-from eval.report.terminal import comparison_table, score_table
+from eval.report.terminal import score_table
 from eval.results.scores import Score
 
 SCORE = Score(
