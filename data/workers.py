@@ -58,7 +58,7 @@ class Workers(Generic[T]):
         self._processes: list[BaseProcess] = []
         others = set(multiprocessing.active_children())
         if loader.num_workers:
-            # A forked worker must not finalize garbage of the trainer: the end of a CUDA event would abort the worker.
+            # A forked worker must not finalize garbage of the trainer: the end of a CUDA event aborts the worker.
             gc.collect()
             gc.freeze()
         try:
