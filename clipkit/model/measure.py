@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from clipkit.distributed import alone
 from clipkit.model.architectures import Architecture
@@ -100,20 +99,23 @@ def _to_meta(value: Any) -> Any:
     return value
 
 
-_attention_flops = flop_registry[_aten._scaled_dot_product_flash_attention]
+@cache
+def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    # imports triton, if it is installed, which takes 0.4 s
+    from torch.utils.flop_counter import flop_registry
 
+    count_attention = flop_registry[_aten._scaled_dot_product_flash_attention]
 
-def _attention_backward_flops(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
-) -> int:
-    return 2 * int(_attention_flops(q, k, v))
+    def count_attention_backward(
+        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
+    ) -> int:
+        return 2 * int(count_attention(q, k, v))
 
-
-_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    **flop_registry,
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
-}
+    return {
+        **flop_registry,
+        _aten._scaled_dot_product_flash_attention_for_cpu: count_attention,
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: count_attention_backward,
+    }
 
 
 def _same(values: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -314,7 +316,7 @@ class Meter(TorchDispatchMode):
         if func is _aten.lift_fresh.default:
             return self._shadow_of(meta_args[0])
         result = _RESULTS.get(func, func)(*meta_args, **meta_kwargs)
-        formula = _FORMULAS.get(func.overloadpacket)
+        formula = _flop_formulas().get(func.overloadpacket)
         if formula is not None and not _is_recomputing():
             self.flops += formula(*meta_args, **meta_kwargs, out_val=result)
         if func is _aten._to_copy.default and _address(meta_args[0]) in self._parameters:
