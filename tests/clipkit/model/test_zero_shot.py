@@ -161,7 +161,7 @@ def test_further_templates_are_compared_only_for_equal_names() -> None:
     prompts = [[fill_template(one, name) for one in templates] for name in names]
     ByteTokenizer.asked = 0
     assert find_indistinguishable_classes(ByteTokenizer(), prompts) == [(7, 1000)]
-    assert ByteTokenizer.asked == 1001 + 2 * 79
+    assert ByteTokenizer.asked == 1001 + 2 * 80
 
 
 def test_classes_with_several_names_are_compared_name_by_name() -> None:
