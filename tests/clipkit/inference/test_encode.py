@@ -419,21 +419,6 @@ def test_folder_without_a_valid_manifest_is_rejected(photos: Path, model: CLIP, 
             encode_folder(photos, tmp_path / "out", model)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"batch_size": 0}, "batch_size = 0"),
-        ({"workers": -1}, "workers = -1"),
-    ],
-)
-def test_invalid_settings_are_rejected(
-    photos: Path, model: CLIP, tmp_path: Path, setting: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        encode_folder(photos, tmp_path / "out", model, **setting)
-    assert not (tmp_path / "out").exists()
-
-
 def test_sources_that_change_while_reading_raise_an_error(photos: Path, model: CLIP, tmp_path: Path) -> None:
     class Shrinking(Stream):
         looks = 0
