@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,88 +30,235 @@ if __name__ == "__main__":
         arguments = parse_arguments()  # --help and errors need no torch
 
 import torch
+from torch.optim import Optimizer
 
 from clipkit import distributed, training
 from clipkit.batch import Batch
-from clipkit.config import load_config, redact_settings, to_toml
+from clipkit.config import Config, load_config, redact_settings, to_toml
+from clipkit.errors import ConfigError
+from clipkit.model import CLIP
+from clipkit.model.architectures import Architecture
 from clipkit.objectives import select_terms
-from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, sam
-from clipkit.training.decisions import Decisions
-from clipkit.training.log import Log, describe_model, describe_start
-from clipkit.training.ranks import WeightComparison
+from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, stopping
+from clipkit.training.log import (
+    BadSamples,
+    Log,
+    describe_model,
+    describe_start,
+    drop_lines_after,
+    list_truncated,
+)
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.loader import small_stages
-from eval import Members, Ranks, Scorer, check_image, check_tasks, find_targets
+from data.shards.samples import Shards
+from eval import EvalDataset, Members, Ranks, Scorer, check_image, check_tasks, find_targets
 from eval.report import build_report
+
+# The stages before the loop, in the order in which ``main`` calls them.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """The data of a run: training samples, their order and former processing, and datasets to score on."""
+
+    shards: Shards
+    order: order.Order
+    packed: training_data.Packed
+    datasets: Sequence[EvalDataset]
+
+
+def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
+    """Open and check the data for training and evaluation; all ranks call this."""
+    rank0 = distributed.rank() == 0
+    broadcast = distributed.broadcast_bytes
+    recorded = checkpoint.manifest_file(Path(config.out))
+    shards = training_data.open_training_data(
+        config.data, recorded, rank0=rank0, resumed=resumed, broadcast=broadcast
+    )
+    packed = training_data.packed_images(
+        config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
+    )
+    members = Members(image=config.data.image, captions=config.data.captions, optional=True)
+    datasets = [target.dataset for target in find_targets(config.eval.data, members=members)]
+    for dataset in datasets:
+        check_tasks(dataset, classes=shape.text.classes)
+    sample_order = order.Order(
+        shards.counts,
+        seed=config.seed,
+        batch_size=config.batch_size,
+        window=config.data.window,
+        groups=config.data.groups,
+        wrap=config.data.last == "wrap",
+        sources=shards.manifest.sources,
+        weights=config.data.weights,
+        resample=config.data.resample,
+    )
+    return RunData(shards=shards, order=sample_order, packed=packed, datasets=datasets)
+
+
+def build_model(
+    config: Config, shape: Architecture, data: RunData, newest: Path | None, notes: list[str]
+) -> CLIP:
+    """Build the model that training starts with, on the CPU, and lock what is not trained.
+
+    A run that resumes keeps the preprocessing of its newest checkpoint. ``notes`` gets lines about weights that are
+    not used.
+    """
+    model = build.first_model(config, shape, checkpoint=newest, say=notes.append)
+    if newest is None:
+        model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, data.packed)
+    else:
+        model.preprocess = training_data.resumed_preprocess(model.preprocess, config.pixels)
+    model.reset_constants()
+    for dataset in data.datasets:
+        check_image(dataset, 0, model.preprocess)
+    build.lock(model, image=config.lock.image, text=config.lock.text, terms=select_terms(config))
+    world = distributed.world_size()
+    check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
+    return model
+
+
+def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device) -> loader.Loader:
+    """Return the batches of this rank."""
+    size = model.architecture.vision.image_size
+    length = model.architecture.text.context_length
+    rank = distributed.rank()
+    return loader.Loader(
+        shards=data.shards,
+        order=data.order,
+        image_size=size,
+        tokenize=model.tokenizer,
+        augmentation=augment.Augmentation.of(config.data),
+        decoding=model.preprocess.decoding,
+        rank=rank,
+        world_size=distributed.world_size(),
+        num_workers=config.data.workers,
+        pin_memory=device.type == "cuda",
+        decode_later=config.data.nvjpeg,
+        stages=small_stages(config.small, image_size=size, context_length=length),
+        teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
+    )
+
+
+def resume(
+    config: Config,
+    newest: Path,
+    fresh: checkpoint.LoopState,
+    model: CLIP,
+    optimizer: Optimizer,
+    averaged: ema.AveragedWeights | None,
+    *,
+    partly: bool,
+) -> checkpoint.LoopState:
+    """Load weights and the optimizer's state from a checkpoint, and return the state of the loop.
+
+    ``fresh`` is the state of a new run with this data and teacher, which must be those of the checkpoint.
+    """
+    run = Path(config.out)
+    state = checkpoint.load_training(newest, model, optimizer, averaged, partly=partly)
+    if state.data != fresh.data:
+        raise training_data.other_data(run, f"fingerprint {fresh.data}, it was {state.data}")
+    if state.teacher not in ("", fresh.teacher):
+        raise training_data.other_teacher(run, config.distill)
+    BadSamples.from_config(config).check(state)
+    return replace(state, teacher=fresh.teacher)
+
+
+def open_log(
+    config: Config,
+    state: checkpoint.LoopState,
+    data: RunData,
+    model: CLIP,
+    unfreezing: build.Unfreezing,
+    notes: Sequence[str],
+    newest: Path | None,
+    *,
+    bf16: bool,
+    profile: int,
+) -> Log:
+    """Open the log and print the settings, the model, the samples, where training starts, and notes."""
+    device = model.logit_scale.device
+    decoding = model.preprocess.decoding
+    manifest = data.shards.manifest
+    samples = f"{data.order.samples} samples"
+    if left_out := manifest.left_out(data.shards.selection):
+        samples += f", {left_out}"
+    hosts = max(1, distributed.world_size() // distributed.ranks_of_host())
+    opening = [
+        describe_model(model, device=device, bf16=bf16),
+        f"{samples}; {data.order.describe(config.steps, config.data.redacted_sources)}",
+        str(decoding),
+        *notes,
+        *describe_start(config, state.step, newest),
+        *config.notes(step=state.step, samples=data.order.samples, layers=unfreezing.layers, hosts=hosts),
+    ]
+    if newest is None:
+        opening += data.packed.notes
+    else:
+        opening += checkpoint.damaged_notes(newest)
+    if distributed.rank() == 0:
+        opening += list_truncated(Path(config.out), manifest.truncated_shards())
+        print(redact_settings(config), file=sys.stderr)
+    return Log(config, state, device=device, decoding=decoding, opening=opening, profile=profile)
+
+
+def open_scorer(
+    config: Config, model: CLIP, averaged: ema.AveragedWeights | None, data: RunData, log: Log, *, bf16: bool
+) -> Scorer:
+    """Return the scorer of the model during its training."""
+    world = distributed.world_size()
+    return Scorer(
+        model=model,
+        datasets=data.datasets,
+        run=Path(config.out),
+        ranks=Ranks(rank=distributed.rank(), world=world, gather=distributed.sum_over_ranks),
+        batch_size=config.eval.batch_size,
+        bf16=bf16,
+        dims=config.loss.dims,
+        say=log.print_line,
+        record=log.write_scores,
+        note=log.note_traits,
+        as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
+    )
 
 
 def main(arguments: Arguments) -> int:
     # 1. This process among the others, and its device.
-    stop = guards.StopRequest()
-    guards.end_with_launcher(PARENT, stop)
+    stop = stopping.StopRequest()
+    stopping.end_with_launcher(PARENT, stop)
     distributed.check_launch()
     device = distributed.start()
-    rank, world = distributed.rank(), distributed.world_size()
-    rank0 = rank == 0
+    rank0 = distributed.rank() == 0
 
     # 2. The configuration, which is immutable from here on.
     config = load_config(Path(arguments.config), arguments.overrides)
     run = Path(config.out)
     if arguments.dry_run:
-        costs_lines = costs.dry_run(config, device, arguments.target)
+        lines = costs.dry_run(config, device, arguments.target)
         if rank0:
-            print(*costs_lines, sep="\n")
+            print(*lines, sep="\n")
         distributed.stop()
         return 0
-    if arguments.replay:
-        config = replace(config, accumulate=guards.replay_parts(run, config.accumulate, config.batch_size))
     shape = build.select_shape(config)
-    build.check_split(config.batch_size, world=world, parts=config.accumulate)
+    build.check_split(config.batch_size, world=distributed.world_size(), parts=config.accumulate)
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
     bf16 = costs.computes_in_bf16(config.precision, device)
 
     # 3. The run folder, locked, and of this configuration.
-    with checkpoint.only_trainer_of(run, config, rank0=rank0, launcher=guards.launcher_of(PARENT)):
-        # 4. The data for training and evaluation, checked before anything is computed.
+    with checkpoint.only_trainer_of(run, config, rank0=rank0, launcher=stopping.launcher_of(PARENT)):
         newest = checkpoint.newest_checkpoint(run)
-        recorded, broadcast = checkpoint.manifest_file(run), distributed.broadcast_bytes
-        shards = training_data.open_training_data(
-            config.data, recorded, rank0=rank0, resumed=newest is not None, broadcast=broadcast
-        )
-        packed = training_data.packed_images(
-            config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
-        )
-        members = Members(image=config.data.image, captions=config.data.captions, optional=True)
-        datasets = [target.dataset for target in find_targets(config.eval.data, members=members)]
-        for dataset in datasets:
-            check_tasks(dataset, classes=shape.text.classes)
-        sample_order = order.Order(
-            shards.counts,
-            seed=config.seed,
-            batch_size=config.batch_size,
-            window=config.data.window,
-            groups=config.data.groups,
-            wrap=config.data.last == "wrap",
-            sources=shards.manifest.sources,
-            weights=config.data.weights,
-            resample=config.data.resample,
-        )
+        if arguments.replay and newest is None:
+            raise ConfigError(f"--replay requires a saved run: there is no checkpoint in {run}")
 
-        # 5. The model, from the inside out, the optimizer, and the batches.
-        first_lines: list[str] = []
-        model = build.first_model(config, shape, checkpoint=newest, say=first_lines.append)
-        if newest is None:  # otherwise the checkpoint's
-            model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, packed)
-        else:
-            model.preprocess = training_data.resumed_preprocess(model.preprocess, config.pixels)
-        model.reset_constants()
-        for dataset in datasets:
-            check_image(dataset, 0, model.preprocess)
+        # 4. The data for training and evaluation, checked before anything is computed.
+        data = open_data(config, shape, resumed=newest is not None)
+
+        # 5. The model, from the inside out, the optimizer, the computation of a step, and the batches.
+        notes: list[str] = []
+        model = build_model(config, shape, data, newest, notes)
         terms = select_terms(config)
-        build.lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
-        check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
         sharding = "none" if arguments.replay else config.sharding  # a replay runs in one process
         model = parallel.prepare(model, config, device, sharding=sharding, bf16=bf16, terms=terms)
         optimizer = optim.make_optimizer(model, config.optim)
@@ -118,104 +266,51 @@ def main(arguments: Arguments) -> int:
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
         compute = TrainingStep.from_config(config, shape, model, bf16=bf16, averaged=averaged)
-        size, length = shape.vision.image_size, shape.text.context_length
-        train_loader = loader.Loader(
-            shards=shards,
-            order=sample_order,
-            image_size=size,
-            tokenize=model.tokenizer,
-            augmentation=augment.Augmentation.of(config.data),
-            decoding=model.preprocess.decoding,
-            rank=rank,
-            world_size=world,
-            num_workers=config.data.workers,
-            pin_memory=device.type == "cuda",
-            decode_later=config.data.nvjpeg,
-            stages=small_stages(config.small, image_size=size, context_length=length),
-            teacher=training_data.teacher_features(config.distill, shards, rank0=rank0),
-        )
+        train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 
         # 6. Resume. The state of the loop is what ``LoopState`` lists, and nothing else.
         taught_by = compute.teacher or train_loader.teacher
-        fingerprint = taught_by.fingerprint if taught_by is not None else ""
-        state = checkpoint.LoopState(step=0, data=shards.fingerprint(), teacher=fingerprint)
-        planned = config.steps
+        fingerprint = "" if taught_by is None else taught_by.fingerprint
+        state = checkpoint.LoopState(step=0, data=data.shards.fingerprint(), teacher=fingerprint)
         if newest is not None:
-            stored = checkpoint.load_training(newest, model, optimizer, averaged, partly=unfreezing.wanted)
-            if stored.data != state.data:
-                raise training_data.other_data(run, f"fingerprint {state.data}, it was {stored.data}")
-            if stored.teacher not in ("", fingerprint):
-                raise training_data.other_teacher(run, config.distill)
-            drawn = stored.step * config.batch_size
-            guards.check_bad_samples(stored.bad_samples, drawn, config.data.max_bad, run)
-            state = replace(stored, teacher=fingerprint)
-            planned = checkpoint.planned_steps(newest, otherwise=config.steps)
-        # Lines that a killed run wrote after its last checkpoint will be written again.
-        if rank0 and not arguments.replay:
-            guards.drop_bad_samples_after(run, state.step)
-            guards.drop_lines_after(run / "results.jsonl", state.step)
-        distributed.barrier()  # no rank writes before that is done
+            partly = unfreezing.wanted
+            state = resume(config, newest, state, model, optimizer, averaged, partly=partly)
         unfreezing.lock_for_step(state.step)
-        trained = parallel.replicated(model)
         if arguments.replay:
             repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
             names = train_loader.names(repeated.ids)
             print(*guards.replay(model, compute, repeated, state.step, names), sep="\n")
             return 0
+        bad_samples = BadSamples.from_config(config)
+        if rank0:  # lines that a killed run wrote after its last checkpoint will be written again
+            bad_samples.drop_after(state.step)
+            drop_lines_after(run / "results.jsonl", state.step)
+        distributed.barrier()  # no rank writes before that is done
 
-        # 7. The loop: first its log.
-        if rank0:
-            print(redact_settings(config), file=sys.stderr)
-        notes = guards.list_truncated(run, shards.manifest.truncated_shards()) if rank0 else []
-        notes += packed.notes if newest is None else checkpoint.damaged_notes(newest)
-        samples = [f"{sample_order.samples} samples", shards.manifest.left_out(shards.selection)]
-        order_line = sample_order.describe(config.steps, config.data.redacted_sources)
-        opening = [
-            describe_model(model, world=world, device=device, bf16=bf16),
-            f"{', '.join(filter(None, samples))}; {order_line}",
-            str(model.preprocess.decoding),
-            *first_lines,
-            *describe_start(run, state.step, config.steps, planned, config.optim),
-            *config.notes(
-                step=state.step,
-                samples=sample_order.samples,
-                layers=unfreezing.layers,
-                hosts=max(1, world // distributed.ranks_of_host()),
-            ),
-            *notes,
-        ]
-        decoding = model.preprocess.decoding
-        log = Log(config, state, device=device, decoding=decoding, opening=opening, profile=arguments.profile)
-        scorer = Scorer(
-            model=model,
-            datasets=datasets,
-            run=run,
-            ranks=Ranks(rank=rank, world=world, gather=distributed.sum_over_ranks),
-            batch_size=config.eval.batch_size,
-            bf16=bf16,
-            dims=config.loss.dims,
-            say=log.print_line,
-            record=log.write_scores,
-            note=log.note_traits,
-            as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
+        # 7. The loop: first what observes it.
+        log = open_log(
+            config, state, data, model, unfreezing, notes, newest, bf16=bf16, profile=arguments.profile
         )
+        scorer = open_scorer(config, model, averaged, data, log, bf16=bf16)
         writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
-        comparison = WeightComparison(model, every=config.checkpoint.compare_every_steps)
+        comparison = guards.WeightComparison(model, every=config.checkpoint.compare_every_steps)
+        updates = state.step - state.skipped
+        decisions = guards.Decisions(state.usual_norm, updates, device=device, factor=config.optim.skip_above)
         statistics = ema.RunningStatistics(model)
+        trained = parallel.replicated(model)
         log.count_flops(model, compute, state.step)
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
         max_logit_scale = math.log(compute.objective.max_scale)
-        decisions = Decisions(state, device=device, factor=config.optim.skip_above)
         batch: Batch | None = None
         step = state.step
         stopped = False
-        began, saved_at = time.monotonic() - state.seconds, time.monotonic()
+        saved_at = time.monotonic()
         try:
             # a stopped run has not scored its last step; weights from elsewhere are scored before step 1
             if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
-            stop.save_first(True, guards.loss_after(writer.saved_step))
+            stop.save_first(writer.saved_step)
             log.leave_out()  # what happened before the first step
             while step < config.steps and not stopped:
                 # 7a. The next batch, prefetched, and a message about it to all ranks, which is read in 7d. A rank
@@ -230,7 +325,7 @@ def main(arguments: Arguments) -> int:
                     log.add_bad_samples(step + 1, batch.bad)
                 minutes = (time.monotonic() - saved_at) / 60
                 totals = distributed.start_totals(
-                    asked_to_stop=stop.asked,
+                    asked_to_stop=stop.number > 0,
                     bad_samples=len(batch.bad),
                     time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
                     faults=bool(batch.fault),
@@ -257,7 +352,7 @@ def main(arguments: Arguments) -> int:
                 log.watch.begin("backward")
                 parallel.complete_gradients(model)
                 if config.optim.sam:
-                    with sam.perturbed_weights(model, config.optim.sam):
+                    with optim.perturbed_weights(model, config.optim.sam):
                         compute.gradients(trained, batch, step, log.watch)
                         parallel.complete_gradients(model)
                 norm = parallel.clip_gradients(model, config.optim.clip_norm)
@@ -286,30 +381,21 @@ def main(arguments: Arguments) -> int:
                 due_metrics = log.is_due(step) or due_score or due_save
                 while (outcome := decisions.next_outcome(wait=due_metrics)) is not None:
                     ranks = outcome.totals
+                    state = replace(state, seconds=log.seconds)
                     if not outcome.is_finite:
                         stop.finish_step(agreed=True)
                         decisions.wait_for_messages()
-                        causes = distributed.gather_objects(batch.fault if ranks["faults"] else "")
-                        if not ranks["faults"]:
-                            names = train_loader.names(outcome.ids)
-                            guards.list_not_finite(run, names, step=state.step, rank=rank)
-                        if state.step or not ranks["faults"]:
-                            state = replace(state, seconds=time.monotonic() - began)
-                            writer.save_now(model, optimizer, state, averaged)
-                        raise guards.failed_step(
-                            run, state.step, causes=causes, loss=outcome.loss, norm=outcome.norm
+                        failure = guards.failed_step(
+                            run, state.step, outcome, batch.fault, train_loader.names, config.accumulate
                         )
+                        if state.step or not ranks["faults"]:
+                            writer.save_now(model, optimizer, state, averaged)
+                        raise failure
                     state = state.next(
-                        ranks,
-                        seconds=time.monotonic() - began,
-                        is_spike=outcome.is_spike,
-                        usual_norm=outcome.usual_norm,
+                        ranks, seconds=state.seconds, is_spike=outcome.is_spike, usual_norm=outcome.usual_norm
                     )
-                    log.update(state)
-                    loss, grad_norm = outcome.loss, outcome.norm
-                    drawn = state.step * config.batch_size
-                    too_many_bad = guards.too_many_bad(state.bad_samples, drawn, config.data.max_bad)
-                    stopped = stopped or ranks["asked_to_stop"] > 0 or too_many_bad
+                    log.update(state, loss=outcome.loss, grad_norm=outcome.norm)
+                    stopped = stopped or ranks["asked_to_stop"] > 0 or bad_samples.are_too_many(state)
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
                 stop.finish_step(agreed=stopped)
@@ -317,21 +403,19 @@ def main(arguments: Arguments) -> int:
                 log.watch.begin("other")
                 log.count_batch(batch)
                 writer.finish_if_done()
-                stop.otherwise = guards.loss_after(writer.saved_step)
+                stop.save_first(writer.saved_step)
 
                 # 7e. Metrics.
                 if due_metrics:
                     figures = {
-                        "epoch": sample_order.epoch(step - 1),
-                        "samples": drawn,
-                        "loss": loss,
+                        "epoch": data.order.epoch(step - 1),
                         **compute.figures(batch, features),
                         "scale": model.logit_scale.exp().item(),
                         "lr": rate,
-                        "grad_norm": grad_norm,
-                        "truncated_shards": len(shards.manifest.truncated),
+                        "truncated_shards": len(data.shards.manifest.truncated),
+                        "transfer_time": batches.seconds().transfer,
                     }
-                    log.write(state, figures, transfer_time=batches.seconds().transfer)
+                    log.write(figures)
 
                 # 7f. Scores on held-out data, by all ranks together; then a checkpoint.
                 if due_score and not stopped:
@@ -347,18 +431,17 @@ def main(arguments: Arguments) -> int:
             # 8. The end: the last scores and the report, unless a signal arrived during the last step.
             stopped = stopped or bool(distributed.max_over_ranks(torch.tensor(stop.number)))
             if not stopped:
-                stop.save_first(False, "all steps are saved; the same command scores and reports")
+                stop.exit_at_once("all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
             batches.close()
-            log.close(state)
+            log.close()
             writer.close()
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
             signal_number = int(distributed.max_over_ranks(torch.tensor(stop.number)))
-            drawn = state.step * config.batch_size
-            guards.check_bad_samples(state.bad_samples, drawn, config.data.max_bad, run)
-        log.sum_up(state, captions=shards.selection.captions.count, context_length=length)
+            bad_samples.check(state)
+        log.sum_up(context_length=shape.text.context_length)
         if stopped:
             log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif rank0:

@@ -4,9 +4,9 @@ import train
 from clipkit import distributed
 from clipkit.errors import run_command
 from clipkit.options import parse_arguments
-from clipkit.training import decisions
+from clipkit.training import guards
 
 if __name__ == "__main__":
-    decisions.LAG["cpu"] = 2
+    guards.LAG["cpu"] = 2
     arguments = parse_arguments()
     run_command(distributed.together(lambda: train.main(arguments)))

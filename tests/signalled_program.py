@@ -12,7 +12,7 @@ from clipkit.training.step import TrainingStep
 
 if __name__ == "__main__":
     arguments = parse_arguments()
-    steps = int(dict(one.split("=", 1) for one in arguments.overrides)["steps"])
+    steps = int(dict(setting.split("=", 1) for setting in arguments.overrides)["steps"])
     gradients = TrainingStep.gradients
 
     def signalled(self: TrainingStep, module: Any, batch: Any, step: int, watch: Any = None) -> Any:

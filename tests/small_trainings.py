@@ -45,8 +45,10 @@ class Trainings:
 
     def settings(self, out: Path, more: Sequence[str]) -> list[str]:
         """Return all arguments of a run."""
-        given = {one.partition("=")[0]: one for one in (f"data.train={self.pairs}", *SETTINGS, *more)}
-        return [*given.values(), f"out={out}"]
+        by_name = {
+            setting.partition("=")[0]: setting for setting in (f"data.train={self.pairs}", *SETTINGS, *more)
+        }
+        return [*by_name.values(), f"out={out}"]
 
     def run(self, out: Path, *more: str, status: int = 0) -> str:
         """Train in one process, check the exit status and return stderr."""
@@ -91,9 +93,11 @@ class Trainings:
 
 def ends(started: "Sequence[Future[Ended]]", status: int = 0) -> list[str]:
     """Wait for all ranks, check their exit status and return the stderr of each."""
-    ended = [one.result() for one in started]
-    said = [one.stderr for one in ended]
-    assert [one.returncode for one in ended] == [status] * len(ended), "\n".join(one[-2000:] for one in said)
+    ended = [process.result() for process in started]
+    said = [process.stderr for process in ended]
+    assert [process.returncode for process in ended] == [status] * len(ended), "\n".join(
+        text[-2000:] for text in said
+    )
     return said
 
 

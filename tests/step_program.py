@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train
 from clipkit import distributed
 from clipkit.options import parse_arguments
-from clipkit.training import checkpoint, decisions, log, parallel
+from clipkit.training import checkpoint, guards, log, parallel
 
 ROOT = Path(__file__).parents[1]
 STEP = 5  # which is not logged
@@ -94,7 +94,7 @@ def main() -> None:
     vars(checkpoint)["broadcast_bytes"] = distributed.broadcast_bytes
     checkpoint.CheckpointWriter.begin = lambda *_, **__: None  # type: ignore[method-assign]
     log.Log.count_batch = counted  # type: ignore[method-assign]
-    decisions.LAG["cpu"] = 2
+    guards.LAG["cpu"] = 2
     sys.argv = ["train.py", *sys.argv[2:]]
     arguments = parse_arguments()
     with recorder:

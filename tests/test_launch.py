@@ -112,7 +112,7 @@ def test_slurm_script_passes_linters(check: list[str]) -> None:
 
 def test_kubernetes_manifest_is_consistent() -> None:
     settings, service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
-    assert [one["kind"] for one in (settings, service, job)] == ["ConfigMap", "Service", "Job"]
+    assert [part["kind"] for part in (settings, service, job)] == ["ConfigMap", "Service", "Job"]
     assert all(isinstance(value, str) for value in settings["data"].values())  # required by Kubernetes
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     assert spec["completions"] == spec["parallelism"] == int(settings["data"]["NODES"])
@@ -124,10 +124,12 @@ def test_kubernetes_manifest_is_consistent() -> None:
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(settings["data"]["GPUS"])
     assert container["envFrom"] == [{"configMapRef": {"name": settings["metadata"]["name"]}}]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }
     shell, options, program = container["command"]
     assert f"{name}-0.{pod['subdomain']}:29500" in program
-    known = {*settings["data"], *(one["name"] for one in container["env"]), "JOB_COMPLETION_INDEX"}
+    known = {*settings["data"], *(variable["name"] for variable in container["env"]), "JOB_COMPLETION_INDEX"}
     used = {word for word in known if f"${word}" in program}
     assert used == known - {
         "OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",

@@ -43,8 +43,8 @@ def _settings(pairs: Path, out: Path, *more: str) -> list[str]:
         "data.workers=1", "optim.warmup=4", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
         "checkpoint.every_steps=5", "checkpoint.keep=2",
     ]  # fmt: skip
-    given = {one.partition("=")[0]: one for one in (*settings, *more)}
-    return [*given.values()]
+    by_name = {setting.partition("=")[0]: setting for setting in (*settings, *more)}
+    return [*by_name.values()]
 
 
 def _command(pairs: Path, out: Path, *more: str) -> list[str]:
@@ -138,14 +138,14 @@ def test_sigterm_saves_exits_with_status_143_and_resumes(
 def test_two_processes_have_the_same_losses_as_one(
     groups: int, pairs: Path, train: Train, tmp_path: Path
 ) -> None:
-    one, out, exact = tmp_path / "one", tmp_path / "two", ("precision=fp32", f"data.groups={groups}")
-    train(one, *exact)
+    first, out, exact = tmp_path / "one", tmp_path / "two", ("precision=fp32", f"data.groups={groups}")
+    train(first, *exact)
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, *_command(pairs, out, *exact)[1:]]
     done = subprocess.run(command, cwd=ROOT, env=_environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert _losses(out) == pytest.approx(_losses(one), rel=2e-3)
-    assert _losses(out)[0] == pytest.approx(_losses(one)[0], rel=1e-6)
+    assert _losses(out) == pytest.approx(_losses(first), rel=2e-3)
+    assert _losses(out)[0] == pytest.approx(_losses(first)[0], rel=1e-6)
     assert len(list((out / "checkpoints").glob("step_*"))) == 2  # checkpoint.keep
 
 

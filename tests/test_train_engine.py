@@ -139,15 +139,15 @@ def test_non_finite_loss_stops_the_run_and_is_replayed(trainings: Trainings, tmp
     assert error.startswith("error: the loss of step 2 is nan; step 1 is saved, and ")
     assert latest_step(out) == 1
     listed = [json.loads(line) for line in (out / "not_finite.jsonl").read_text().splitlines()]
-    assert len({one["key"] for one in listed}) == BATCH
-    assert {one["step"] for one in listed} == {2}
+    assert len({record["key"] for record in listed}) == BATCH
+    assert {record["step"] for record in listed} == {2}
 
     before = hashes(out)
     running = trainings.start(out, *settings, "--replay")
     assert running.result().returncode == 0
     first, *rows = running.result().stdout.splitlines()
     assert first.startswith("step 2 in fp32: the output of ") and first.endswith(" is not finite")
-    assert [row.split()[-3] for row in rows] == [one["key"] for one in listed]
+    assert [row.split()[-3] for row in rows] == [record["key"] for record in listed]
     assert hashes(out) == before
 
 
@@ -316,12 +316,12 @@ def test_locked_image_tower_is_unchanged(trainings: Trainings, tmp_path: Path) -
 def test_config_file_is_found_among_settings_and_two_are_an_error(
     trainings: Trainings, tmp_path: Path
 ) -> None:
-    one, other = tmp_path / "one.toml", tmp_path / "other.toml"
-    one.write_text("seed = 77")
-    ended = trainings.start(tmp_path / "run", str(one), "--dry-run").result()
+    first, other = tmp_path / "one.toml", tmp_path / "other.toml"
+    first.write_text("seed = 77")
+    ended = trainings.start(tmp_path / "run", str(first), "--dry-run").result()
     assert ended.returncode == 0 and "seed = 77" in ended.stdout.splitlines(), ended.stderr
-    ended = trainings.start(tmp_path / "run", str(one), str(other), "--dry-run").result()
-    assert error_of(ended.stderr).startswith(f"error: {one} and {other} are given: pass one config file")
+    ended = trainings.start(tmp_path / "run", str(first), str(other), "--dry-run").result()
+    assert error_of(ended.stderr).startswith(f"error: {first} and {other} are given: pass one config file")
 
 
 def test_invalid_combinations_print_one_line_error(trainings: Trainings, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ def test_slow_rank_is_named_with_the_cause(trainings: Trainings, tmp_path: Path)
     name = f"rank 2 on {os.uname().nodename}"
     described = [line for line in said.splitlines() if f"{name} takes " in line]
     assert any("% longer than the others, mostly in forward: " in line for line in described), said[-3000:]
-    assert not any("takes" in one for one in others)
+    assert not any("takes" in line for line in others)
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert "ranks" not in lines[0]  # the first step allocates and compiles
     named = [line for line in lines[3:] if line["slowest_rank"] == 2 and line["slowest_excess"] > 0.15]
@@ -40,7 +40,7 @@ def test_flipped_bit_in_the_weights_of_a_rank_stops_the_run(trainings: Trainings
     out = tmp_path / "run"
     settings = (*SHORT, "steps=40", "checkpoint.every_steps=2", "checkpoint.compare_every_steps=4")
     started = trainings.start_ranks(3, out, *settings, program=PROGRAM, FAULT="bit")
-    errors = [error_of(one) for one in ends(started, 1) if "error" in one]
+    errors = [error_of(text) for text in ends(started, 1) if "error" in text]
     assert len(errors) == 1
     assert (
         f"after step 4 the weights of rank 2 on {os.uname().nodename} differ from those of the oth"

@@ -55,8 +55,8 @@ def train(pairs: Path, forked: Forked) -> Train:
 
     def run(out: Path, *more: str, status: int = 0) -> str:
         settings = [f"data.train={pairs}", f"out={out}", f"batch_size={BATCH}", *SETTINGS]
-        names = {one.partition("=")[0] for one in more}
-        settings = [one for one in settings if one.partition("=")[0] not in names]
+        names = {setting.partition("=")[0] for setting in more}
+        settings = [setting for setting in settings if setting.partition("=")[0] not in names]
         done = forked.run("train.py", [*settings, *more], {})
         assert done.returncode == status, done.stderr[-3000:]
         return done.stderr
@@ -150,7 +150,7 @@ def test_resume_accepts_copied_data_and_rejects_changed_data(
     assert stored is not None
     about, arrays = stored
     contents = {"contents.content", "contents.ends"}  # absent in runs of earlier versions
-    arrays = {name: one for name, one in arrays.items() if name not in contents}
+    arrays = {name: array for name, array in arrays.items() if name not in contents}
     write_arrays(out / "data.manifest", about, arrays)
     os.utime(shard)
     assert "note: 1 of 3 shards have a different or no modification time, inode or etag" in train(

@@ -74,12 +74,12 @@ def train(forked: Forked, photos: Path, tmp_path: Path) -> Train:
     """Train on one or several of the packed sets and return stderr."""
 
     def run(name: str, *more: str, data: str = "as_is", status: int = 0) -> str:
-        sources = json.dumps([str(photos / one) for one in data.split()])
-        given = [f"data.train={sources}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / name}"]
-        names = {one.partition("=")[0] for one in more}
-        given = [one for one in given if one.partition("=")[0] not in names]
+        sources = json.dumps([str(photos / name) for name in data.split()])
+        settings = [f"data.train={sources}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / name}"]
+        names = {setting.partition("=")[0] for setting in more}
+        settings = [setting for setting in settings if setting.partition("=")[0] not in names]
         environment = {"CLIPKIT_CACHE": str(photos / "cache")}
-        done = forked.run("train.py", [*given, *more], environment)
+        done = forked.run("train.py", [*settings, *more], environment)
         assert done.returncode == status, done.stderr[-3000:]
         return done.stderr
 
@@ -197,12 +197,12 @@ def test_settings_follow_packed_sets_that_agree(
     monkeypatch.setenv("CLIPKIT_CACHE", str(photos / "cache"))
     names = tuple(sources.split())
     # built-in sets need no setting; generating one is slow, so other shards replace it
-    found = [find_shards("plain" if name == "glyphs" else name) for name in names]
-    manifest = make_manifest(found, Selection())
+    shards = [find_shards("plain" if name == "glyphs" else name) for name in names]
+    manifest = make_manifest(shards, Selection())
     settings, pixels = DataConfig(train=names), PixelsConfig()
     packed = packed_images(settings, pixels, manifest, rank0=True, broadcast=bytes)
     assert trained_preprocess(Preprocess(image_size=8), pixels, packed).decoding == wanted
-    assert [note in one for one in packed.notes] == [True] * bool(note)
+    assert [note in line for line in packed.notes] == [True] * bool(note)
     pixels = PixelsConfig(background="none", upright=False)
     packed = packed_images(settings, pixels, manifest, rank0=True, broadcast=bytes)
     assert trained_preprocess(Preprocess(image_size=8), pixels, packed).decoding == Decoding()
@@ -222,10 +222,10 @@ def test_two_ranks_count_the_same_as_one(train: Train, forked: Forked, photos: P
     train("one")
     given = [f"data.train={photos / 'as_is'}", *SETTINGS, f"steps={STEPS}", f"out={tmp_path / 'two'}"]
     ended = forked.ranks("train.py", *given, world=2)
-    one, two = (
+    first, second = (
         json.loads((checkpoint(tmp_path / name, STEPS) / "state.json").read_text()) for name in ("one", "two")
     )
-    assert (one["transparent"], one["rotated"]) == (two["transparent"], two["rotated"])
+    assert (first["transparent"], first["rotated"]) == (second["transparent"], second["rotated"])
     assert sorted(len(about_images(rank.stderr)) for rank in ended) == [0, 4]
 
 

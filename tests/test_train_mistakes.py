@@ -82,8 +82,8 @@ class Place:
 
     def _settings(self, arguments: Sequence[str], run: str) -> list[str]:
         settings = [argument.format(root=self.root) for argument in arguments]
-        given = {one.partition("=")[0]: one for one in (*SMALL, *settings) if "=" in one}
-        return [*(one for one in settings if "=" not in one), *given.values(), f"out={self.runs}/{run}"]
+        values = {word.partition("=")[0]: word for word in (*SMALL, *settings) if "=" in word}
+        return [*(word for word in settings if "=" not in word), *values.values(), f"out={self.runs}/{run}"]
 
 
 MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {

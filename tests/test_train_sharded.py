@@ -101,8 +101,8 @@ def test_sharded_run_saves_ordinary_checkpoints(whole: Path, sharded: Path) -> N
         for file in ("model", "trained", "optimizer"):
             own = load_file(folder / f"{file}.safetensors")
             plain = load_file(checkpoint(whole, step) / f"{file}.safetensors")
-            assert {name: one.shape for name, one in own.items()} == {
-                name: one.shape for name, one in plain.items()
+            assert {name: tensor.shape for name, tensor in own.items()} == {
+                name: tensor.shape for name, tensor in plain.items()
             }
         # the checkpoint contains this step and no later one, though training continued while it was written
         trained = load_file(folder / "trained.safetensors")["logit_scale/trained"]
@@ -128,9 +128,9 @@ def test_sharded_run_resumes_unsharded(
     assert latest_step(out) == STEPS
     assert numbers(out, "loss") == pytest.approx(numbers(whole, "loss"), rel=1e-4)
     assert numbers(out, "scale") == pytest.approx(numbers(whole, "scale"), rel=1e-4)
-    for name, one in load_file(checkpoint(whole, STEPS) / "model.safetensors").items():
+    for name, tensor in load_file(checkpoint(whole, STEPS) / "model.safetensors").items():
         assert torch.allclose(
-            load_file(checkpoint(out, STEPS) / "model.safetensors")[name], one, rtol=0, atol=2e-3
+            load_file(checkpoint(out, STEPS) / "model.safetensors")[name], tensor, rtol=0, atol=2e-3
         ), name
 
 
@@ -161,6 +161,7 @@ def test_two_ranks_print_non_finite_loss_once(trainings: Trainings, tmp_path: Pa
     said = trainings.run_ranks(2, out, *settings, "sharding=full", status=1)
     lines = [line for line in "".join(said).splitlines() if line.startswith("error")]
     assert len(lines) == 1 and lines[0].startswith("error: the loss of step 2 is nan; step 1 is saved, and ")
+    assert "the same command with --replay accumulate=2, in one process, repeats the step" in lines[0]
     assert latest_step(out) == 1
     listed = [
         [json.loads(line)["key"] for line in (out / name).read_text().splitlines()]
@@ -173,9 +174,8 @@ def test_two_ranks_print_non_finite_loss_once(trainings: Trainings, tmp_path: Pa
     assert lines == [
         "error: --replay computes the whole batch in one process: start it with python, not torchrun"
     ]
-    replay = trainings.start(
-        out, *settings, "sharding=full", "--replay"
-    ).result()  # the same command in one process
+    # the same command in one process, in as many parts as both ranks
+    replay = trainings.start(out, *settings, "sharding=full", "--replay", "accumulate=2").result()
     assert replay.returncode == 0, replay.stderr
     first, *rows = replay.stdout.splitlines()
     assert first.startswith("step 2 in fp32: the output of ") and first.endswith(" is not finite")

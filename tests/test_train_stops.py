@@ -66,12 +66,12 @@ class Launched:
 
     def processes(self) -> set[int]:
         """Find all processes that train in the folder: torchrun, ranks and their loader processes."""
-        found = set()
+        children = set()
         for process in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):
                 if f"out={self.out}".encode() in (process / "cmdline").read_bytes().split(b"\0"):
-                    found.add(int(process.name))
-        return found
+                    children.add(int(process.name))
+        return children
 
     def wait_until_gone(self, processes: set[int]) -> None:
         until = time.monotonic() + SECONDS

@@ -47,9 +47,9 @@ def complete(folder: Path) -> None:
 
 
 def losses(out: Path) -> list[float]:
-    found = [line["loss"] for line in metrics(out)]
-    assert all(map(math.isfinite, found))
-    return found
+    losses = [line["loss"] for line in metrics(out)]
+    assert all(map(math.isfinite, losses))
+    return losses
 
 
 def test_finished_run_as_teacher_resumes_bit_for_bit(

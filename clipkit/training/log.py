@@ -7,34 +7,37 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clipkit.batch import BadSample, Batch
-from clipkit.config import Config, OptimConfig, to_toml
+from clipkit.config import Config, to_toml
 from clipkit.distributed import rank, world_size
 from clipkit.errors import ConfigError, DataError, silence_if_broken
+from clipkit.files.atomic import write_atomic
 from clipkit.files.terminal import counted, printable, redact_secrets
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import is_due, learning_rate
-from clipkit.training.checkpoint import LoopState
+from clipkit.training.checkpoint import LoopState, planned_steps
 from clipkit.training.costs import flops_of_steps, measured_peak
-from clipkit.training.guards import append_bad_samples, bad_fraction, drop_lines_after
-from clipkit.training.metrics import Profile, StepMetrics, Stopwatch
-from clipkit.training.ranks import RankClock
+from clipkit.training.guards import write_lines
+from clipkit.training.metrics import Profile, RankClock, StepMetrics, Stopwatch
 from clipkit.training.step import TrainingStep
 
 _PLAIN_EVERY_SECONDS = 10.0
 _BAD_EVERY_SECONDS = 60.0
 _BAD_ONE_BY_ONE = 5
+_FIRST_SAMPLES = 1000  # draws
+_SHOWN_SHARDS = 5
 _SLOW_RANKS = 10  # about which lines are printed
 _MAX_CAUSES = 1000  # that are counted; those with a number in them are all different
 
@@ -43,8 +46,8 @@ class Log:
     """Decides what a training prints, writes and leaves out. Rank 0 prints; each rank lists its own bad samples.
 
     The loop states the facts of a step when it knows them. ``add_bad_samples`` and ``count_batch`` take what this
-    rank knows as soon as the step is launched. ``update`` and ``write`` take what all ranks have agreed on: the
-    state after a step, which contains the number of the step, so it may arrive some steps later.
+    rank knows as soon as the step is launched. ``update`` takes what all ranks have agreed on, which may arrive
+    some steps later, and ``write`` the metrics of the step that was updated last.
 
     Args:
         config: configuration of the run.
@@ -69,11 +72,15 @@ class Log:
         profile: int = 0,
     ) -> None:
         rank0 = rank() == 0
-        self._config, self._decoding = config, decoding
+        self._config = config
+        self._decoding = decoding
         self._run = Path(config.out)
         self._progress = ProgressLine(steps=config.steps, done=state.step, shown=rank0)
         for line in filter(None, opening):
             self.print_line(line)
+        self._began = time.monotonic() - state.seconds
+        self._state = state
+        self._results: dict[str, float] = {}  # of the step that was updated last
         self._file: TextIO | None = None
         self._writers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._closers: list[Callable[[], object]] = []
@@ -86,12 +93,15 @@ class Log:
                     self._add_tensorboard(state.step)
             if config.log.wandb:
                 self._add_wandb(config.log.wandb)
+        self._bad_samples = BadSamples.from_config(config)
         self._bad_causes: Counter[str] = Counter()
         self._bad_printed = 0
         self._bad_reported = state.bad_samples
         self._bad_time = time.monotonic()
         self._noted_traits: set[tuple[str, str]] = set()
-        self._profile = Profile(self._run, profile if rank0 else 0, device=device, say=self.print_line)
+        self._profile: Profile | None = None
+        if rank0 and profile:
+            self._profile = Profile(self._run, profile, device=device, print_line=self.print_line)
         self._flops: Callable[[Sequence[int], int, Sequence[int]], int] | None = None
         self.watch = Stopwatch(device)
         self._rates = StepMetrics(self.watch, device=device, ranks=world_size())
@@ -109,9 +119,12 @@ class Log:
     def note_traits(self, images: str, counts: TraitCounts) -> None:
         """Print a note for each trait that some of these images have, unless it was printed for them before."""
         pixels = self._config.pixels
-        background = "" if pixels.background else "pixels.background=white"
-        upright = "pixels.upright=true" if pixels.upright == "auto" else ""
-        for trait, line in counts.lines(self._decoding, background=background, upright=upright).items():
+        advice = {"background": "pixels.background=white", "upright": "pixels.upright=true"}
+        if pixels.background:
+            advice["background"] = ""
+        if pixels.upright != "auto":
+            advice["upright"] = ""
+        for trait, line in counts.lines(self._decoding, **advice).items():
             if (images, trait) not in self._noted_traits:
                 self._noted_traits.add((images, trait))
                 self.print_line(f"note: {images}: {line}")
@@ -135,7 +148,7 @@ class Log:
 
     def add_bad_samples(self, step: int, bad: Sequence[BadSample]) -> None:
         """List the samples that this rank has replaced in a step, and print the first ones."""
-        append_bad_samples(self._run, bad, step, rank=rank())
+        self._bad_samples.append(bad, step, rank=rank())
         for sample in bad:
             if sample.cause in self._bad_causes or len(self._bad_causes) < _MAX_CAUSES:
                 self._bad_causes[sample.cause] += 1
@@ -146,67 +159,81 @@ class Log:
 
     def count_batch(self, batch: Batch) -> None:
         """Count a step of this rank for the rates."""
-        self._profile.step()
+        if self._profile is not None:
+            self._profile.step()
         flops = 0
         if self._flops is not None:
             further = batch.more_lengths + batch.negative_lengths
             flops = self._flops(batch.lengths, batch.images.shape[-1], further)
         self._rates.step(
-            samples=self._config.batch_size, flops=flops, read=batch.read_seconds, made=batch.make_seconds
+            samples=self._config.batch_size,
+            flops=flops,
+            read_seconds=batch.read_seconds,
+            make_seconds=batch.make_seconds,
         )
 
-    def update(self, state: LoopState) -> None:
-        """Show that a step is made."""
-        drawn = state.step * self._config.batch_size
-        self.note_traits("drawn so far, repeats counted", state.trait_counts(drawn))
+    def update(self, state: LoopState, *, loss: float, grad_norm: float) -> None:
+        """Show that a step is made, after which the state is ``state``."""
+        self._state = state
+        self._results = {"loss": loss, "grad_norm": grad_norm}
+        self.note_traits("drawn so far, repeats counted", state.trait_counts(self._drawn))
         self._progress.advance(state.step)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training so far, those before a resume included."""
+        return time.monotonic() - self._began
+
+    @property
+    def _drawn(self) -> int:
+        return self._state.step * self._config.batch_size
 
     def is_due(self, step: int) -> bool:
         """Return whether the metrics of a step are wanted even if nothing else is due after it."""
         return step == 1 or is_due(step, self._config.log.every_steps)
 
-    def write(self, state: LoopState, figures: Mapping[str, float], *, transfer_time: float) -> None:
-        """Print and record the metrics of a step, with the rates since the last call.
-
-        Raises:
-            DataError: the file cannot be written, for example on a full disk.
-        """
-        metrics = {**figures, **state.figures(), **self._rates.read(), "transfer_time": transfer_time}
-        ranks = self._rank_clock.exchange(self._rates.phases)
+    def write(self, figures: Mapping[str, float]) -> None:
+        """Print and record the metrics of the step that was updated last, with the rates since the last call."""
+        step = self._state.step
+        metrics = {"samples": self._drawn, **self._results, **figures, **self._state.figures()}
+        metrics |= self._rates.read()
+        record: dict[str, object] = {}
         slow = ""
+        ranks = self._rank_clock.exchange(self._rates.phases)
         if ranks is not None:
             metrics |= {"slowest_rank": ranks.slowest, "slowest_excess": ranks.excess}
+            record["ranks"] = ranks.record()
             if ranks.is_slow:
                 slow = f"rank {ranks.slowest} +{ranks.excess:.0%} {ranks.cause}"
-                fault = ranks.slowest, ranks.cause
+                fault = (ranks.slowest, ranks.cause)
                 if fault not in self._reported_ranks and len(self._reported_ranks) < _SLOW_RANKS:
                     self._reported_ranks.add(fault)
                     self.print_line(ranks.describe())
-        self._progress.update(state.step, metrics, slow)
+        self._progress.update(step, metrics, slow)
         data = self._config.data
         if line := self._rates.explain_waiting(data.workers, ", ".join(data.redacted_sources)):
             self.print_line(line)
         if time.monotonic() - self._bad_time >= _BAD_EVERY_SECONDS:
-            self._print_bad_samples(state.bad_samples)
+            self._print_bad_samples()
         if self._file is None:
             return
         try:
-            by_rank = {} if ranks is None else {"ranks": ranks.record()}
-            self._file.write(json.dumps({"step": state.step, **metrics, **by_rank}) + "\n")
+            self._file.write(json.dumps({"step": step, **metrics, **record}) + "\n")
             self._file.flush()
         except OSError as error:
             raise DataError(f"{self._file.name} cannot be written: {error.strerror}") from error
-        self.write_scores(state.step, {f"train/{name}": value for name, value in metrics.items()})
+        self.write_scores(step, {f"train/{name}": value for name, value in metrics.items()})
 
     def write_scores(self, step: int, scores: Mapping[str, float]) -> None:
         """Send scores to TensorBoard and wandb; evaluation writes its own file."""
         for write in self._writers:
             write(step, scores)
 
-    def close(self, state: LoopState) -> None:
+    def close(self) -> None:
         """Print the last metrics, write what is buffered, and close all loggers."""
-        self._profile.close()
-        self._print_bad_samples(state.bad_samples)
+        if self._profile is not None:
+            self._profile.close()
+        self._print_bad_samples()
         self._progress.close()
         with suppress(OSError):  # ``write`` has reported it
             if self._file is not None:
@@ -214,32 +241,37 @@ class Log:
         for close in self._closers:
             close()
 
-    def sum_up(self, state: LoopState, *, captions: int, context_length: int) -> None:
-        """Print what was lost of the data of the whole run, with ``captions`` of each image."""
-        drawn = state.step * self._config.batch_size
+    def sum_up(self, *, context_length: int) -> None:
+        """Print what was lost of the data of the whole run."""
+        state = self._state
         if state.bad_samples:
-            self.print_line(bad_fraction(state.bad_samples, drawn, self._config.data.max_bad))
-        self.note_traits("drawn in all, repeats counted", state.trait_counts(drawn))
+            self.print_line(self._bad_samples.describe(state))
+        self.note_traits("drawn in all, repeats counted", state.trait_counts(self._drawn))
         if state.cut_captions:
+            captions = counted(self._drawn * self._config.data.caption_count, "caption")
             self.print_line(
-                f"note: {state.cut_captions:,} of {counted(drawn * captions, 'caption')} drawn in all, repeats "
-                f"counted, had more than {context_length} tokens and were cut; a larger model.context_length reads "
-                "them whole"
+                f"note: {state.cut_captions:,} of {captions} drawn in all, "
+                f"repeats counted, had more than {context_length} tokens and were cut; a larger "
+                "model.context_length reads them whole"
             )
 
-    def _print_bad_samples(self, total: int) -> None:
+    def _print_bad_samples(self) -> None:
+        total = self._state.bad_samples
         if total <= self._bad_reported:
             return
-        self._bad_reported, self._bad_time = total, time.monotonic()
-        often = self._bad_causes.most_common(1)
-        cause = f"; most often: {often[0][0]}" if often else ""
-        self.print_line(f"{total:,} bad samples so far, all in {self._run}/bad_samples*.jsonl{cause}")
+        self._bad_reported = total
+        self._bad_time = time.monotonic()
+        line = f"{total:,} bad samples so far, all in {self._run}/bad_samples*.jsonl"
+        for cause, _ in self._bad_causes.most_common(1):
+            line += f"; most often: {cause}"
+        self.print_line(line)
 
     def _add_tensorboard(self, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = str(self._run / "tensorboard")
-        writer: Any = SummaryWriter(folder, purge_step=step + 1 if step else None)
+        purged = step + 1 if step else None
+        writer: Any = SummaryWriter(folder, purge_step=purged)
 
         def write(step: int, values: Mapping[str, float]) -> None:
             for name, value in values.items():
@@ -274,6 +306,97 @@ class Log:
         self._closers.append(job.finish)
 
 
+def drop_lines_after(path: Path, step: int) -> None:
+    """Remove lines of steps after ``step``, and lines cut short by a kill, from a JSONL file."""
+    if not path.is_file():
+        return
+    lines = []
+    # split at "\n" only: text in a line may contain other separators, at which splitlines would cut
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError, AttributeError, TypeError):
+            if (json.loads(line).get("step") or 0) <= step:
+                lines.append(line + "\n")
+    write_atomic(path, "".join(lines))
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadSamples:
+    """Samples that were replaced: RUN/bad_samples.jsonl, of rank 3 RUN/bad_samples-3.jsonl; and their limit.
+
+    Repeated draws count, so the fraction of bad samples does not depend on the length of the run.
+
+    Attributes:
+        run: the run folder.
+        batch_size: samples of a step that are trained on; bad samples are drawn in addition.
+        limit: ``data.max_bad``, a fraction of at least 1,000 draws.
+    """
+
+    run: Path
+    batch_size: int
+    limit: float
+
+    @classmethod
+    def from_config(cls, config: Config) -> "BadSamples":
+        """Return the bad samples of a run."""
+        return cls(run=Path(config.out), batch_size=config.batch_size, limit=config.data.max_bad)
+
+    def append(self, bad: Sequence[BadSample], step: int, *, rank: int) -> None:
+        """Append the bad samples of a step to a rank's list."""
+        if bad:
+            path = self.run / "bad_samples.jsonl"
+            if rank:
+                path = self.run / f"bad_samples-{rank}.jsonl"
+            write_lines(path, [{"step": step, **asdict(sample)} for sample in bad], append=True)
+
+    def drop_after(self, step: int) -> None:
+        """Remove bad samples of steps after ``step`` from the lists of all ranks, also of earlier world sizes."""
+        for path in self.run.glob("bad_samples*.jsonl"):
+            drop_lines_after(path, step)
+
+    def count_drawn(self, state: LoopState) -> int:
+        """Return the number of draws of a run, bad ones included."""
+        return state.bad_samples + state.step * self.batch_size
+
+    def are_too_many(self, state: LoopState) -> bool:
+        """Return whether more than the limit of the samples drawn is bad."""
+        return state.bad_samples > self.limit * max(self.count_drawn(state), _FIRST_SAMPLES)
+
+    def check(self, state: LoopState) -> None:
+        """Raise DataError for a saved run that has too many bad samples."""
+        if self.are_too_many(state):
+            raise DataError(
+                f"{state.bad_samples:,} of {self.count_drawn(state):,} samples drawn so far are bad, more than "
+                f"data.max_bad = {self.limit:g} allows: see {self.run}/bad_samples*.jsonl; all steps are saved: "
+                "raise data.max_bad, and the same command resumes"
+            )
+
+    def describe(self, state: LoopState) -> str:
+        """Describe the fraction of bad samples and its limit."""
+        drawn = self.count_drawn(state)
+        least = ""
+        if drawn < _FIRST_SAMPLES:
+            least = f" of at least {_FIRST_SAMPLES:,} samples"
+        return (
+            f"{100 * state.bad_samples / drawn:.3g}% of the {drawn:,} samples drawn were bad "
+            f"(limit: data.max_bad = {100 * self.limit:.3g}%{least})"
+        )
+
+
+def list_truncated(run: Path, shards: Sequence[tuple[str, int]]) -> list[str]:
+    """Write the truncated shards, of which only the intact samples are used, to a file; return notes to print."""
+    path = run / "truncated_shards.jsonl"
+    if not shards:
+        path.unlink(missing_ok=True)
+        return []
+    write_lines(path, [{"shard": shard, "samples_kept": samples} for shard, samples in shards])
+    notes = []
+    for shard, samples in shards[:_SHOWN_SHARDS]:
+        notes.append(f"note: shard {shard} is truncated: {samples:,} samples kept")
+    if len(shards) > _SHOWN_SHARDS:
+        notes.append(f"note: {len(shards) - _SHOWN_SHARDS:,} more truncated shards are listed in {path}")
+    return notes
+
+
 class ProgressLine:
     """A progress bar on a terminal, otherwise a line every ten seconds; silent unless ``shown``.
 
@@ -282,12 +405,16 @@ class ProgressLine:
     """
 
     def __init__(self, *, steps: int, done: int, shown: bool) -> None:
-        output = cast(TextIO, _Output(sys.stderr)) if sys.stderr is not None else StringIO()
+        output: Any = StringIO()
+        if sys.stderr is not None:
+            output = _Output(sys.stderr)
         self.console = Console(file=output, soft_wrap=True, highlight=False)
-        self._steps, self._shown = steps, shown
+        self._steps = steps
+        self._shown = shown
         self._first: tuple[float, int] | None = None  # time and step of the first metrics
         self._last_line = 0.0
-        self._newest, self._printed = "", True
+        self._newest = ""  # the line about the last metrics
+        self._printed = True
         columns = (
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=12),
@@ -306,9 +433,12 @@ class ProgressLine:
             return
         line = printable(line)
         if self._live:  # in files a line stays one line, for searching
-            width, indent = self.console.width, "  "
             line = textwrap.fill(
-                line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+                line,
+                self.console.width,
+                subsequent_indent="  ",
+                break_long_words=False,
+                break_on_hyphens=False,
             )
         self.console.print(line, markup=False)
 
@@ -319,20 +449,24 @@ class ProgressLine:
 
     def update(self, step: int, metrics: Mapping[str, float], slow: str = "") -> None:
         """Show the metrics of a step, and the rank that the others wait for, if any."""
-        waiting = metrics["data_time"] / metrics["batch_time"] if metrics["batch_time"] else 0.0
+        waiting = 0.0
+        if metrics["batch_time"]:
+            waiting = metrics["data_time"] / metrics["batch_time"]
+        text = f"loss {metrics['loss']:.3f}"
         levels = [f"{name} {metrics[name]:.2f}" for name in ("chance", "floor") if name in metrics]
-        chance = f" ({', '.join(levels)})" if levels else ""
-        text = (
-            f"loss {metrics['loss']:.3f}{chance} "
-            f"{metrics['samples_per_second']:.0f}/s data {waiting:.0%} "
-            f"scale {metrics['scale']:.1f}{f' {slow}' if slow else ''}"
-        )
+        if levels:
+            text += f" ({', '.join(levels)})"
+        text += f" {metrics['samples_per_second']:.0f}/s data {waiting:.0%} scale {metrics['scale']:.1f}"
+        if slow:
+            text += f" {slow}"
         now = time.monotonic()
-        self._newest, self._printed = f"step {step}/{self._steps} {text}", False
+        self._newest = f"step {step}/{self._steps} {text}"
+        self._printed = False
         if self._live:
             self._bar.update(self._task, completed=step, description=text)
         elif now - self._last_line >= _PLAIN_EVERY_SECONDS and step < self._steps:
-            self._last_line, left = now, ""
+            self._last_line = now
+            left = ""
             if self._first is not None and step > self._first[1]:  # the first step is not representative
                 pace = (now - self._first[0]) / (step - self._first[1])
                 left = f" left {_clock(pace * (self._steps - step))}"
@@ -379,26 +513,33 @@ def _clock(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s"
 
 
-def describe_model(model: CLIP, *, world: int, device: torch.device, bf16: bool) -> str:
+def describe_model(model: CLIP, *, device: torch.device, bf16: bool) -> str:
     """Return the model's name and size, the precision and the devices, as a line."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     precision = "bf16" if bf16 else "fp32"
-    named, vision = ARCHITECTURES.get(model.name), model.architecture.vision
-    is_named = named is None or vision.replace_size(named.vision.image_size) == named.vision
-    other = "" if is_named else f" ({vision.description})"
-    return f"{model.name}{other}, {parameters / 1e6:.1f} M parameters, {precision} on {world} × {device.type}"
+    name = model.name
+    named = ARCHITECTURES.get(name)
+    vision = model.architecture.vision
+    if named is not None and vision.replace_size(named.vision.image_size) != named.vision:
+        name += f" ({vision.description})"
+    return f"{name}, {parameters / 1e6:.1f} M parameters, {precision} on {world_size()} × {device.type}"
 
 
-def describe_start(run: Path, step: int, steps: int, planned: int, optim: OptimConfig) -> list[str]:
-    """Return lines on how training starts or resumes; ``planned`` is the number of steps before it was resumed."""
+def describe_start(config: Config, step: int, newest: Path | None) -> list[str]:
+    """Return lines on how training starts, or resumes from its newest checkpoint at ``step``."""
+    run = Path(config.out)
+    steps = config.steps
     if step >= steps:
         return [f"{run} has made all its {steps} steps"]
-    lines = [f"resuming {run} at step {step}" if step else f"starting {run}"]
+    if newest is None or not step:
+        return [f"starting {run}"]
+    lines = [f"resuming {run} at step {step}"]
+    planned = planned_steps(newest, otherwise=steps)
     if steps != planned:
+        length = "longer" if steps > planned else "shorter"
         lines.append(
             f"steps = {steps} now, and was {planned}: from here on the learning rate follows the schedule of the "
-            f"{'longer' if steps > planned else 'shorter'} run, "
-            f"{learning_rate(step - 1, planned, optim):.3g} at step {step} and "
-            f"{learning_rate(step, steps, optim):.3g} at step {step + 1}"
+            f"{length} run, {learning_rate(step - 1, planned, config.optim):.3g} at step {step} and "
+            f"{learning_rate(step, steps, config.optim):.3g} at step {step + 1}"
         )
     return lines

@@ -1,17 +1,22 @@
-"""Measurements of a training: seconds of each phase of a step, rates and utilization, and a profile."""
+"""Measurements of a training: seconds of each phase of a step, rates, utilization, slow ranks, and a profile."""
 
 import math
 import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, schedule
+
+from clipkit.distributed import Gathering, gather_objects, world_size
 
 PHASES = ("data", "forward", "loss", "backward", "optimizer", "agreement", "other")
 
@@ -53,7 +58,8 @@ class Stopwatch:
             for (phase, start), (_, end) in zip(self._events, self._events[1:], strict=False):
                 self._add(phase, start.elapsed_time(end) / 1000)
             del self._events[:-1]
-        seconds, self._seconds = self._seconds, {}
+        seconds = self._seconds
+        self._seconds = {}
         return seconds
 
     def _add(self, phase: str, seconds: float) -> None:
@@ -78,15 +84,29 @@ class StepMetrics:
     """
 
     def __init__(self, watch: Stopwatch, *, device: torch.device, ranks: int) -> None:
-        self._watch, self._device, self._ranks = watch, device, ranks
+        self._watch = watch
+        self._device = device
+        self._ranks = ranks
         self.peak = 0.0
         self.phases = dict.fromkeys(PHASES, 0.0)
         self._measure: Callable[..., float] | None = None
         self._measured = 0
-        self._steps, self._samples, self._flops = 0, 0, 0
-        self._read = self._made = 0.0
-        self._waited = self._elapsed = 0.0
+        self._start_counts()
+        self._start_waiting()
         self._warned = False
+
+    def _start_counts(self) -> None:
+        """Count the steps of the next reading."""
+        self._steps = 0
+        self._samples = 0
+        self._flops = 0
+
+    def _start_waiting(self) -> None:
+        """Measure the seconds of the next minute that ``explain_waiting`` judges."""
+        self._read_seconds = 0.0
+        self._make_seconds = 0.0
+        self._waited = 0.0
+        self._elapsed = 0.0
 
     def measure_peak(self, measure: Callable[..., float]) -> None:
         """Measure the peak with ``measured_peak``; on a CPU again after steps that were faster than the peak, which
@@ -96,16 +116,17 @@ class StepMetrics:
         if self._device.type == "cpu":
             self._measure = measure
 
-    def step(self, *, samples: int, flops: int, read: float = 0.0, made: float = 0.0) -> None:
+    def step(self, *, samples: int, flops: int, read_seconds: float = 0.0, make_seconds: float = 0.0) -> None:
         """Count one step of all ranks' samples, with the FLOPs of this rank, 0 if not known.
 
-        ``read`` is the time to read this rank's samples, and ``made`` to make the batch, including reading.
+        ``read_seconds`` is the time to read this rank's samples, and ``make_seconds`` to make the batch, including
+        reading.
         """
         self._steps += 1
         self._samples += samples
         self._flops += flops
-        self._read += read
-        self._made += made
+        self._read_seconds += read_seconds
+        self._make_seconds += make_seconds
 
     def read(self) -> dict[str, float]:
         """Return the metrics of the steps since the last call.
@@ -115,20 +136,21 @@ class StepMetrics:
         phases = self._watch.read()
         elapsed = sum(phases.values())
         steps = max(1, self._steps)
-        self.phases = {name: phases.get(name, 0.0) / steps for name in PHASES}
         rate = self._samples / elapsed if elapsed else 0.0
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         if self._device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self._device)
-        else:  # kilobytes, on macOS bytes
-            memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            memory *= 1 if sys.platform == "darwin" else 1024
+        elif sys.platform != "darwin":  # where it is in bytes
+            memory *= 1024
         figures = {
             "samples_per_second": rate,
             "samples_per_second_per_gpu": rate / self._ranks,
             "batch_time": elapsed / steps,
-            **{f"{name}_time": seconds for name, seconds in self.phases.items()},
-            "memory_gib": memory / _GIB,
         }
+        for name in PHASES:
+            self.phases[name] = phases.get(name, 0.0) / steps
+            figures[f"{name}_time"] = self.phases[name]
+        figures["memory_gib"] = memory / _GIB
         if self.peak and self._flops and elapsed:
             reached = self._flops / elapsed
             if reached > self.peak and self._measure is not None and self._measured < _MEASUREMENTS:
@@ -139,7 +161,7 @@ class StepMetrics:
                 figures["mfu"] = reached / self.peak
         self._waited += phases.get("data", 0.0)
         self._elapsed += elapsed
-        self._steps, self._samples, self._flops = 0, 0, 0
+        self._start_counts()
         return figures
 
     def leave_out(self) -> None:
@@ -152,9 +174,9 @@ class StepMetrics:
             return ""
         fraction = self._waited / self._elapsed
         computing = self._elapsed - self._waited
-        make_seconds = self._made
-        reading = self._read / make_seconds if make_seconds else 0.0
-        self._waited = self._elapsed = self._read = self._made = 0.0
+        make_seconds = self._make_seconds
+        reading = self._read_seconds / make_seconds if make_seconds else 0.0
+        self._start_waiting()
         self._warned = fraction > _STARVED
         if not self._warned:
             return ""
@@ -166,7 +188,9 @@ class StepMetrics:
                 f"reading from {sources} takes {reading:.0%} of the time per batch: use faster storage, set "
                 "data.cache_gb large enough for all shards, or raise data.workers"
             )
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = os.cpu_count() or 1
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
         advice = f"raise data.workers = {workers} ({cores} cores here)"
         if workers >= cores:
             advice = f"all {cores} cores are in use; store smaller images"
@@ -176,7 +200,129 @@ class StepMetrics:
         )
 
 
-_SKIPPED, _ROWS, _NAME = 3, 40, 44  # steps before the profile; rows of the table and columns of a name
+# Which rank the others wait for. Ranks exchange their times in the background and read them when metrics are logged
+# the next time.
+
+_SLOW = 0.15  # excess over the median of the other ranks' time
+_MEMORY = 0.7  # of the averages over logged steps, so that a single delay is not reported
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Seconds per step of all ranks, averaged over the last logged steps.
+
+    Attributes:
+        names: from ``name_ranks``.
+        phases: of each phase that depends on the rank alone, by rank.
+    """
+
+    names: Sequence[str]
+    phases: Mapping[str, Sequence[float]]
+
+    @property
+    def local(self) -> list[float]:
+        """Time that each rank works."""
+        return [sum(seconds) for seconds in zip(*self.phases.values(), strict=True)]
+
+    @property
+    def waiting(self) -> list[float]:
+        """Time that each rank waits for the slowest one."""
+        slowest = max(self.local)
+        return [slowest - seconds for seconds in self.local]
+
+    @property
+    def slowest(self) -> int:
+        return max(range(len(self.names)), key=self.local.__getitem__)
+
+    @property
+    def excess(self) -> float:
+        """By which fraction the slowest rank works longer than the median of the others."""
+        others = _median_of_others(self.local, self.slowest)
+        if not others:
+            return 0.0
+        return (self.local[self.slowest] - others) / others
+
+    @property
+    def cause(self) -> str:
+        """The phase in which the slowest rank loses most time."""
+        i = self.slowest
+
+        def lost(name: str) -> float:
+            return self.phases[name][i] - _median_of_others(self.phases[name], i)
+
+        return max(self.phases, key=lost)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the slowest rank delays the others by much."""
+        return self.excess > _SLOW
+
+    def describe(self) -> str:
+        """Return a line about the slowest rank."""
+        seconds = self.phases[self.cause]
+        others = _median_of_others(seconds, self.slowest)
+        return (
+            f"{self.names[self.slowest]} takes {self.excess:.0%} longer than the others, mostly in {self.cause}: "
+            f"{1000 * seconds[self.slowest]:.3g} ms a step instead of {1000 * others:.3g} ms; all ranks wait for it"
+        )
+
+    def record(self) -> dict[str, object]:
+        """Return what is recorded of all ranks, in milliseconds."""
+
+        seconds = {**self.phases, "waiting": self.waiting}
+        milliseconds = {
+            name: [round(1000 * value, 1) for value in values] for name, values in seconds.items()
+        }
+        return {"cause": self.cause, **milliseconds, "names": list(self.names)}
+
+
+def _median_of_others(seconds: Sequence[float], i: int) -> float:
+    return median([*seconds[:i], *seconds[i + 1 :]])
+
+
+def name_ranks() -> list[str]:
+    """Return names such as "rank 3 on node7", ordered by rank; all ranks call this."""
+    hosts = gather_objects(os.uname().nodename)
+    return [f"rank {i} on {host}" for i, host in enumerate(hosts)]
+
+
+class RankClock:
+    """Exchanges the seconds of phases among ranks; all ranks create and use it together."""
+
+    def __init__(self, *, sharded: bool) -> None:
+        # Phases without communication, whose time depends on this rank alone. In the others, a rank waits for the
+        # slowest one. The forward pass of a sharded model gathers weights.
+        self._phases = ["data", "optimizer"]
+        if not sharded:
+            self._phases.insert(1, "forward")
+        self._names = name_ranks()
+        self._calls = 0
+        self._pending: Gathering | None = None
+        self._averages: Tensor | None = None  # (W, P) of W ranks and P phases
+
+    def exchange(self, phases: Mapping[str, float]) -> RankTimes | None:
+        """Send this rank's seconds per step, and return those of all ranks up to the last call; None at first.
+
+        The first steps, which compile and allocate, are left out.
+        """
+        self._calls += 1
+        if world_size() == 1 or self._calls == 1:
+            return None
+        arrived = self._pending
+        self._pending = Gathering(torch.tensor([phases[name] for name in self._phases]))
+        if arrived is None:
+            return None
+        seconds = arrived.read()
+        if self._averages is None:
+            self._averages = seconds
+        self._averages = self._averages.lerp(seconds, 1 - _MEMORY)
+        by_phase = zip(self._phases, self._averages.T.tolist(), strict=True)
+        return RankTimes(names=self._names, phases=dict(by_phase))
+
+
+_SKIPPED = 3  # steps before the profile
+_ROWS = 40  # of the table
+_NAME = 44  # columns of a name
 
 
 class Profile:
@@ -186,55 +332,55 @@ class Profile:
     RUN/profile/trace.json.gz     timeline of all operations, for https://ui.perfetto.dev
     """
 
-    def __init__(self, run: Path, steps: int, *, device: torch.device, say: Callable[[str], None]) -> None:
-        self._folder, self._say = run / "profile", say
+    def __init__(
+        self, run: Path, steps: int, *, device: torch.device, print_line: Callable[[str], None]
+    ) -> None:
+        self._folder = run / "profile"
+        self._print_line = print_line
         self._cuda = device.type == "cuda"
-        self._profile: Any = None
         self._written = False
-        if steps:
-            if not self._cuda:  # otherwise the profiler warns about a missing GPU; read when it starts
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            self._profile = profile(
-                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._cuda else [])],
-                schedule=schedule(wait=_SKIPPED - 1, warmup=1, active=steps, repeat=1),
-                on_trace_ready=self._write,
-                record_shapes=True,
-            )
-            self._profile.start()  # records nothing before the warm-up step
+        activities = [ProfilerActivity.CPU]
+        if self._cuda:
+            activities.append(ProfilerActivity.CUDA)
+        else:  # otherwise the profiler warns about a missing GPU; read when it starts
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        self._profile: Any = profile(
+            activities=activities,
+            schedule=schedule(wait=_SKIPPED - 1, warmup=1, active=steps, repeat=1),
+            on_trace_ready=self._write,
+            record_shapes=True,
+        )
+        self._profile.start()  # records nothing before the warm-up step
 
     def step(self) -> None:
         """Call this after each step."""
-        if self._profile is not None:
-            self._profile.step()
+        self._profile.step()
 
     def close(self) -> None:
         """Write what was recorded so far; no step follows."""
-        if self._profile is not None:
-            self._profile.stop()
-            self._profile = None
-            if not self._written:
-                self._say(f"nothing was profiled: the run ended before step {_SKIPPED + 1} of this start")
+        self._profile.stop()
+        if not self._written:
+            self._print_line(f"nothing was profiled: the run ended before step {_SKIPPED + 1} of this start")
 
     def _write(self, recorded: Any) -> None:
         self._written = True
+        device = "CUDA" if self._cuda else "CPU"
         time_name = "self_device_time_total" if self._cuda else "self_cpu_time_total"
-        # annotations and, on a GPU, kernels state the time of operations a second time
-        times = [
-            (float(getattr(event, time_name)), event)  # microseconds
-            for event in recorded.key_averages()
-            if event.device_type == DeviceType.CPU and not event.is_user_annotation
-        ]
-        times.sort(key=lambda pair: -pair[0])
-        total = max(1e-9, sum(own for own, _ in times))
-        lines = [
-            f"{'operation':<{_NAME}}{'CUDA ms' if self._cuda else 'CPU ms':>12}{'fraction':>10}{'calls':>8}"
-        ]
-        for own, one in times[:_ROWS]:
-            name = one.key.replace("autograd::engine::evaluate_function: ", "autograd: ")
-            name = name if len(name) < _NAME else name[: _NAME - 2] + "… "
-            lines.append(f"{name:<{_NAME}}{own / 1000:>12.2f}{own / total:>10.1%}{one.count:>8,}")
+        rows: list[tuple[float, str, int]] = []  # microseconds, name and number of calls
+        for event in recorded.key_averages():
+            # annotations and, on a GPU, kernels state the time of operations a second time
+            if event.device_type == DeviceType.CPU and not event.is_user_annotation:
+                name = event.key.replace("autograd::engine::evaluate_function: ", "autograd: ")
+                if len(name) >= _NAME:
+                    name = name[: _NAME - 2] + "… "
+                rows.append((float(getattr(event, time_name)), name, event.count))
+        rows.sort(key=lambda row: -row[0])
+        total = max(1e-9, sum(row[0] for row in rows))
+        lines = [f"{'operation':<{_NAME}}{f'{device} ms':>12}{'fraction':>10}{'calls':>8}"]
+        for spent, name, calls in rows[:_ROWS]:
+            lines.append(f"{name:<{_NAME}}{spent / 1000:>12.2f}{spent / total:>10.1%}{calls:>8,}")
         lines.append(f"{'all':<{_NAME}}{total / 1000:>12.2f}{1:>10.1%}")
         self._folder.mkdir(exist_ok=True)
         (self._folder / "table.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
         recorded.export_chrome_trace(str(self._folder / "trace.json.gz"))
-        self._say(f"profiled: {self._folder}/table.txt and trace.json.gz, for ui.perfetto.dev")
+        self._print_line(f"profiled: {self._folder}/table.txt and trace.json.gz, for ui.perfetto.dev")

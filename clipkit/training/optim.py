@@ -1,10 +1,10 @@
-"""Optimizers, and which parameters decay and how fast they learn."""
+"""Optimizers, which parameters decay and how fast they learn, and sharpness-aware minimization."""
 
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from inspect import unwrap
 from typing import Any
 
@@ -18,7 +18,10 @@ from clipkit.model.clip import CLIP
 from clipkit.model.cpu import open_core_pool
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
+from clipkit.training.ema import RunningStatistics
 from clipkit.training.parallel import (
+    clip_gradients,
+    drop_gathered,
     gather_stack,
     is_sharded,
     local_part,
@@ -39,22 +42,27 @@ def parameter_groups(model: CLIP, config: OptimConfig) -> Groups:
     (2022, https://arxiv.org/abs/2106.04560). Lower rates for lower layers (``layer_decay``) are
     BEiT's (Bao et al. 2021, https://arxiv.org/abs/2106.08254).
     """
-    of_tower = {"image": config.image_lr_scale, "text": config.text_lr_scale, "decoder": 1.0, "": 1.0}
-    scales = {name: of_tower[tower_of(name)] for name, _ in model.named_parameters()}
-    decays = dict.fromkeys(scales, config.weight_decay)
+    tower_scales = {"image": config.image_lr_scale, "text": config.text_lr_scale, "decoder": 1.0, "": 1.0}
+    positions = {}
     if config.layer_decay < 1 or config.head_decay >= 0:  # otherwise layers need not be known
-        for name, position in places(model).items():
-            scales[name] *= config.layer_decay**position.above
-            if config.head_decay >= 0 and position.tower in ("image", "text") and not position.above:
-                decays[name] = config.head_decay
+        positions = places(model)
     groups: dict[tuple[float, float, bool], dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            decay = decays[name] if parameter.ndim >= 2 else 0.0
-            scale = scales[name]
-            group = {"params": [], "weight_decay": decay, "lr": config.lr * scale, "lr_scale": scale}
-            # fused operations take tensors of one kind: FSDP2 does not shard the temperature, which is a scalar
-            groups.setdefault((decay, scale, is_sharded(parameter)), group)["params"].append(parameter)
+        if not parameter.requires_grad:
+            continue
+        tower = tower_of(name)
+        scale = tower_scales[tower]
+        decay = config.weight_decay
+        if name in positions:
+            above = positions[name].above
+            scale *= config.layer_decay**above
+            if config.head_decay >= 0 and tower in ("image", "text") and not above:
+                decay = config.head_decay
+        if parameter.ndim < 2:
+            decay = 0.0
+        group = {"params": [], "weight_decay": decay, "lr": config.lr * scale, "lr_scale": scale}
+        # fused operations take tensors of one kind: FSDP2 does not shard the temperature, which is a scalar
+        groups.setdefault((decay, scale, is_sharded(parameter)), group)["params"].append(parameter)
     return list(groups.values())
 
 
@@ -74,44 +82,64 @@ def stable_adamw(model: CLIP, config: OptimConfig) -> Optimizer:
 
 def muon(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build Muon for the matrices of blocks, and AdamW for embeddings, projections, convolutions and the rest."""
-    parameters = dict(model.named_parameters())
-    blocks = {
-        id(parameters[name])
-        for name, position in places(model).items()
-        if 0 < position.depth < position.top and parameters[name].ndim == 2
-    }
+    positions = places(model)
+    in_blocks: set[int] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and 0 < positions[name].depth < positions[name].top:
+            in_blocks.add(id(parameter))
     groups = []
     for group in parameter_groups(model, config):
         for matrices in (True, False):
-            chosen = [parameter for parameter in group["params"] if (id(parameter) in blocks) == matrices]
+            chosen = [parameter for parameter in group["params"] if (id(parameter) in in_blocks) == matrices]
             if chosen:
                 groups.append({**group, "params": chosen, "matrices": matrices})
     return MuonWithAdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
 def make_optimizer(model: CLIP, config: OptimConfig) -> Optimizer:
-    """Build the optimizer that settings select, each parameter group with its ``lr_scale``.
-
-    Args:
-        model: a CLIP, on its device, and already sharded if it is to be.
-        config: name, rate, decay, betas and eps, and how rates differ by tower and layer.
-    """
+    """Build the optimizer of a model that is on its device and, if it is to be, sharded."""
     return OPTIMIZERS[config.name].make(model, config)
 
 
 def make_update(optimizer: Optimizer, name: str, *, skip: Tensor) -> None:
     """Make one update unless ``skip``, a bool scalar on the device, which is not waited for if possible.
 
-    Args:
-        optimizer: from ``make_optimizer``.
-        name: the setting ``optim.name``.
-        skip: whether everything stays as it is.
+    ``name`` is the setting ``optim.name``.
     """
     if OPTIMIZERS[name].gated:
         optimizer.found_inf = skip.float()  # type: ignore[attr-defined]
         optimizer.step()
     elif not skip:
         optimizer.step()
+
+
+@contextmanager
+def perturbed_weights(model: CLIP, radius: float) -> Iterator[None]:
+    """Move the weights by ``radius`` along the gradient of the global batch, and restore them bit for bit.
+
+    This is the first step of sharpness-aware minimization (Foret et al. 2021, https://arxiv.org/abs/2010.01412):
+    weights become w + ρ g / ‖g‖ with complete gradients. In the context, gradients start as None, and forward
+    passes do not change running statistics.
+    """
+    originals: list[tuple[Tensor, Tensor]] = []  # weights and their values
+    statistics = RunningStatistics(model)
+    with torch.no_grad():
+        step = radius / clip_gradients(model, 0.0).clamp(min=1e-12)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                weight = local_part(parameter)
+                originals.append((weight, weight.clone()))
+                weight.addcmul_(local_part(parameter.grad), step.to(weight.dtype))
+                parameter.grad = None
+    drop_gathered(model)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in originals:
+                weight.copy_(original)
+        statistics.put_back()
+        drop_gathered(model)
 
 
 def expected_state(optimizer: Optimizer, parameter: Tensor) -> StateShapes:
@@ -296,16 +324,25 @@ _CHUNK = {"cpu": 2**16}
 _LARGE_CHUNK = 2**26
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Piece:
-    """Views of the same part of a parameter, its gradient and its state."""
+@dataclass(kw_only=True)
+class _Chunk:
+    """Views of parts of parameters, gradients and moments, which are processed together.
 
-    owner: int  # index of the parameter among those of this update
-    step: int
-    parameter: Tensor
-    gradient: Tensor
-    mean: Tensor
-    square: Tensor
+    Attributes:
+        group: the parameter group.
+        size: number of values.
+        owners: indices of the parameters among those of this update.
+        steps: number of updates of each parameter, with this one.
+    """
+
+    group: dict[str, Any]
+    size: int = 0
+    owners: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
 
 
 class StableAdamW(Uncompiled):
@@ -332,32 +369,29 @@ class StableAdamW(Uncompiled):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        ready = [
-            (group, parameter)
-            for group in self.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        ready: list[Tensor] = []
+        chunks: list[_Chunk] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._add_parts(chunks, group, parameter, owner=len(ready))
+                    ready.append(parameter)
         if not ready:
             return loss
-        chunks = list(
-            _chunks(
-                [(group, self._pieces(owner, parameter)) for owner, (group, parameter) in enumerate(ready)]
-            )
-        )
         parts: list[list[Tensor]] = [[] for _ in ready]
-        for group, pieces in chunks:
-            for piece, part in zip(pieces, _update_moments(group, pieces), strict=True):
-                parts[piece.owner].append(part)
-        here = [torch.stack(sums_of_pieces).sum() for sums_of_pieces in parts]
-        sums = sums_over_parts([parameter for _, parameter in ready], here)
-        means = [total / max(1, parameter.numel()) for total, (_, parameter) in zip(sums, ready, strict=True)]
-        for group, pieces in chunks:
-            _update_parameters(group, pieces, means)
+        for chunk in chunks:
+            for owner, part_sum in zip(chunk.owners, _update_moments(chunk), strict=True):
+                parts[owner].append(part_sum)
+        sums = sums_over_parts(ready, [torch.stack(part_sums).sum() for part_sums in parts])
+        means = [total / max(1, parameter.numel()) for total, parameter in zip(sums, ready, strict=True)]
+        for chunk in chunks:
+            _update_parameters(chunk, means)
         return loss
 
-    def _pieces(self, owner: int, parameter: Tensor) -> list[_Piece]:
-        """Count the parameter's step up and divide what this rank holds of it into pieces."""
+    def _add_parts(
+        self, chunks: list[_Chunk], group: dict[str, Any], parameter: Tensor, *, owner: int
+    ) -> None:
+        """Count the parameter's step up, and add what this rank holds of it to the last chunk or to new ones."""
         assert parameter.grad is not None
         state: dict[str, Tensor] = self.state[parameter]
         if not state:
@@ -367,70 +401,54 @@ class StableAdamW(Uncompiled):
         # load_state_dict moves it to the parameter's device, where reading it would synchronize at each step
         state["step"] = state["step"].cpu()
         state["step"] += 1
-        tensors = [
-            local_part(tensor)
-            for tensor in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        ]
+        tensors = list(map(local_part, (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])))
+        most = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
         split = [[tensor] for tensor in tensors]
         if all(tensor.is_contiguous() for tensor in tensors):
-            size = _CHUNK.get(tensors[0].device.type, _LARGE_CHUNK)
-            split = [list(tensor.view(-1).split(size)) for tensor in tensors]
-        step = int(state["step"])
-        return [
-            _Piece(owner=owner, step=step, parameter=weight, gradient=gradient, mean=mean, square=square)
-            for weight, gradient, mean, square in zip(*split, strict=True)
-        ]
+            split = [list(tensor.view(-1).split(most)) for tensor in tensors]
+        for weight, gradient, mean, square in zip(*split, strict=True):
+            if not chunks or chunks[-1].group is not group or chunks[-1].size + weight.numel() > most:
+                chunks.append(_Chunk(group=group))
+            chunk = chunks[-1]
+            chunk.size += weight.numel()
+            chunk.owners.append(owner)
+            chunk.steps.append(int(state["step"]))
+            chunk.parameters.append(weight)
+            chunk.gradients.append(gradient)
+            chunk.means.append(mean)
+            chunk.squares.append(square)
 
 
-def _chunks(
-    tensors: list[tuple[dict[str, Any], list[_Piece]]],
-) -> Iterator[tuple[dict[str, Any], list[_Piece]]]:
-    waiting = list[_Piece]()
-    numbers = 0
-    last = tensors[0][0]
-    for group, pieces in tensors:
-        for piece in pieces:
-            size = piece.parameter.numel()
-            most = _CHUNK.get(piece.parameter.device.type, _LARGE_CHUNK)
-            if waiting and (group is not last or numbers + size > most):
-                yield last, waiting
-                waiting = []
-                numbers = 0
-            waiting.append(piece)
-            numbers = numbers + size
-            last = group
-    yield last, waiting
+def _unbias_beta(beta: float, step: int) -> float:
+    """Return the beta with which the moving average is unbiased at step 1, 2, …"""
+    if not beta:
+        return 0.0
+    return beta * -math.expm1((step - 1) * math.log(beta)) / -math.expm1(step * math.log(beta))
 
 
-def _update_moments(group: dict[str, Any], pieces: list[_Piece]) -> list[Tensor]:
-    """Update the moments and return for each piece the sum of g² / max(v, eps²)."""
-
-    def unbiased(beta: float, step: int) -> float:
-        """Return the beta with which the moving average is unbiased at step 1, 2, …"""
-        if not beta:
-            return 0.0
-        return beta * -math.expm1((step - 1) * math.log(beta)) / -math.expm1(step * math.log(beta))
-
-    first, second = ([unbiased(beta, piece.step) for piece in pieces] for beta in group["betas"])
-    gradients = [piece.gradient for piece in pieces]
-    squares = [piece.square for piece in pieces]
-    torch._foreach_lerp_([piece.mean for piece in pieces], gradients, [1 - beta for beta in first])
-    torch._foreach_mul_(squares, second)
-    torch._foreach_addcmul_(squares, gradients, gradients, scalars=[1 - beta for beta in second])
-    scale = torch._foreach_sqrt(squares)
-    torch._foreach_maximum_(scale, group["eps"])
-    ratios = torch._foreach_div(gradients, scale)
+def _update_moments(chunk: _Chunk) -> list[Tensor]:
+    """Update the moments and return for each part the sum of g² / max(v, eps²)."""
+    beta1, beta2 = chunk.group["betas"]
+    mean_rates = [1 - _unbias_beta(beta1, step) for step in chunk.steps]
+    decays = [_unbias_beta(beta2, step) for step in chunk.steps]
+    torch._foreach_lerp_(chunk.means, chunk.gradients, mean_rates)
+    torch._foreach_mul_(chunk.squares, decays)
+    square_rates = [1 - decay for decay in decays]
+    torch._foreach_addcmul_(chunk.squares, chunk.gradients, chunk.gradients, scalars=square_rates)
+    scale = torch._foreach_sqrt(chunk.squares)
+    torch._foreach_maximum_(scale, chunk.group["eps"])
+    ratios = torch._foreach_div(chunk.gradients, scale)
     return [norm.square() for norm in torch._foreach_norm(ratios)]
 
 
-def _update_parameters(group: dict[str, Any], pieces: list[_Piece], means: list[Tensor]) -> None:
+def _update_parameters(chunk: _Chunk, means: list[Tensor]) -> None:
     """Update the parameters; ``means`` are those of g² / max(v, eps²) over whole tensors, by owner."""
-    steps = torch._foreach_sqrt([piece.square for piece in pieces])
-    torch._foreach_add_(steps, group["eps"])
+    steps = torch._foreach_sqrt(chunk.squares)
+    torch._foreach_add_(steps, chunk.group["eps"])
     torch._foreach_reciprocal_(steps)
-    torch._foreach_mul_(steps, [piece.mean for piece in pieces])
-    if group["weight_decay"]:
-        torch._foreach_add_(steps, [piece.parameter for piece in pieces], alpha=group["weight_decay"])
-    for piece, step in zip(pieces, steps, strict=True):
-        rate = group["lr"] / means[piece.owner].sqrt().clamp_(min=1)  # on the device, without synchronization
-        piece.parameter.addcmul_(step, rate, value=-1)
+    torch._foreach_mul_(steps, chunk.means)
+    if chunk.group["weight_decay"]:
+        torch._foreach_add_(steps, chunk.parameters, alpha=chunk.group["weight_decay"])
+    for owner, parameter, step in zip(chunk.owners, chunk.parameters, steps, strict=True):
+        rate = chunk.group["lr"] / means[owner].sqrt().clamp_(min=1)  # on the device, without synchronization
+        parameter.addcmul_(step, rate, value=-1)

@@ -19,9 +19,8 @@ from clipkit.training import OPTIMIZERS
 from clipkit.training.build import Unfreezing
 from clipkit.training.checkpoint import optimizer_tensors, restore_optimizer
 from clipkit.training.ema import AveragedWeights
-from clipkit.training.optim import make_optimizer
+from clipkit.training.optim import make_optimizer, perturbed_weights
 from clipkit.training.parallel import complete_gradients, shard, without_values
-from clipkit.training.sam import perturbed_weights
 
 SHAPE = Architecture(
     embed_dim=7,  # not a multiple of the number of ranks

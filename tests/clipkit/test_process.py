@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from clipkit.errors import Stopped
-from clipkit.training.guards import StopRequest
+from clipkit.training.stopping import StopRequest
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -29,15 +29,17 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_finishes_the_step_if_there_is_something_to_save(number: signal.Signals) -> None:
     stop = StopRequest()
-    stop.save_first(True, "the last steps are lost")
-    assert not stop.asked
+    stop.save_first(7)
+    assert not stop.number
     signal.raise_signal(number)
-    assert stop.asked and stop.number == number
+    assert stop.number == number
     signal.raise_signal(signal.SIGTERM)
-    with pytest.raises(KeyboardInterrupt, match="the last steps are lost"):  # a second Ctrl-C does not wait
+    with pytest.raises(
+        KeyboardInterrupt, match="training after step 7 is lost"
+    ):  # a second Ctrl-C does not wait
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="all is saved"):
-        stop.save_first(False, "all is saved")
+        stop.exit_at_once("all is saved")
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -58,9 +60,9 @@ def test_closed_terminal_does_not_stop_under_nohup() -> None:
 RANK = """
 import hashlib, os, sys, time
 parent = os.getppid()
-from clipkit.training.guards import StopRequest, end_with_launcher
+from clipkit.training.stopping import StopRequest, end_with_launcher
 stop = StopRequest()
-stop.save_first(True, "")
+stop.save_first(0)
 stop.agreed = sys.argv[1] == "leaving"
 end_with_launcher(parent, stop)
 print(os.getpid(), flush=True)
@@ -123,11 +125,11 @@ def test_rank_asked_to_stop_during_a_step_outlives_its_launcher() -> None:
 STUCK = """
 import os, sys, time
 from clipkit import distributed
-from clipkit.training.guards import StopRequest, end_with_launcher
+from clipkit.training.stopping import StopRequest, end_with_launcher
 stop = StopRequest()
 end_with_launcher(os.getppid(), stop)
 distributed.start()
-stop.save_first(True, "")
+stop.save_first(0)
 distributed.barrier()
 if sys.argv[1] != "saving":
     stop.begin_step()

@@ -37,7 +37,9 @@ def test_average_equals_the_weighted_sum(decay: float, updates: int) -> None:
         seen.append(model.visual.get_parameter("proj").detach().clone())
         keep = min(decay, (1 + step) / (10 + step))
         shares = [keep * share for share in shares] + [1 - keep]
-    wanted = sum((share * one for share, one in zip(shares, seen, strict=True)), torch.zeros_like(seen[0]))
+    wanted = sum(
+        (share * values for share, values in zip(shares, seen, strict=True)), torch.zeros_like(seen[0])
+    )
     assert sum(shares) == pytest.approx(1)
     torch.testing.assert_close(average.tensors()["visual.proj"], wanted, rtol=1e-12, atol=1e-12)
 

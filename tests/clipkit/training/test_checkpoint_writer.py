@@ -65,7 +65,7 @@ def folder(run: Path, number: int) -> Path:
 def test_training_continues_while_its_copy_is_written(
     small: CLIP, optimizer: torch.optim.Optimizer, writer: CheckpointWriter, disk: SlowDisk, tmp_path: Path
 ) -> None:
-    then = {name: one.clone() for name, one in bits(small, optimizer).items()}
+    then = {name: tensor.clone() for name, tensor in bits(small, optimizer).items()}
     writer.begin(small, optimizer, state(1))
     writer.wait_until_copied()
     step(small, optimizer, 1)
@@ -193,6 +193,6 @@ def test_optimizer_state_is_optional_at_step_0_only(
 
 def test_ranks_of_one_host_write_hybrid_models_and_plan_once(forked: Forked, tmp_path: Path) -> None:
     ended = forked.ranks("tests/clipkit/hybrid_program.py", str(tmp_path), world=4)
-    assert [one.stdout.split() for one in ended] == [
+    assert [process.stdout.split() for process in ended] == [
         ["True", "1"], ["True", "0"], ["False", "0"], ["False", "0"],
     ]  # fmt: skip

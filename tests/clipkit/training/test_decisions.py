@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from clipkit.training import decisions
-from clipkit.training.checkpoint import LoopState
-from clipkit.training.decisions import Decisions, next_usual
+from clipkit.training import guards
+from clipkit.training.guards import Decisions
 
 CPU = torch.device("cpu")
 IDS = torch.arange(2)
@@ -17,8 +16,7 @@ norms = st.just(0.0) | st.floats(1e-30, 1e6)  # not so small that rounding matte
 
 def decide(losses: list[float], values: list[float], factor: float) -> list[bool]:
     """Return which steps are skipped in a training with these losses and gradient norms."""
-    state = LoopState(step=0, data="")
-    deciding = Decisions(state, device=CPU, factor=factor)
+    deciding = Decisions(0.0, 0, device=CPU, factor=factor)
     return [
         bool(deciding.skip_update(torch.tensor(loss), torch.tensor(norm)))
         for loss, norm in zip(losses, values, strict=True)
@@ -69,13 +67,17 @@ def test_decisions_equal_those_of_plain_arithmetic(values: list[float], factor: 
 @given(norms, st.floats(0.5, 2), st.integers(0, 10_000))
 def test_usual_norm_is_constant_for_constant_norms(norm: float, other: float, updates: int) -> None:
     def following(usual: float, norm: float) -> float:
-        scalars = (torch.tensor(value, dtype=torch.float64) for value in (usual, norm, updates))
-        before, new, count = scalars
-        return next_usual(before, new, factor=3, updates=count).item()
+        deciding = Decisions(usual, updates, device=CPU, factor=3)
+        deciding.skip_update(torch.tensor(1.0), torch.tensor(norm))
+        deciding.add(dict, IDS)
+        outcome = deciding.next_outcome(wait=True)
+        assert outcome is not None
+        return outcome.usual_norm
 
+    norm, other_norm = torch.tensor([norm, norm * other]).tolist()  # rounded to float32
     assert abs(following(norm, norm) - norm) <= 1e-9 * norm
-    between = sorted((norm, norm * other))
-    assert between[0] * (1 - 1e-9) <= following(norm, norm * other) <= between[1] * (1 + 1e-9)
+    between = sorted((norm, other_norm))
+    assert between[0] * (1 - 1e-9) <= following(norm, other_norm) <= between[1] * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -88,9 +90,8 @@ def test_no_update_follows_a_value_that_is_not_finite(of: str, value: float) -> 
 
 @pytest.mark.parametrize("lag", [0, 2])
 def test_outcomes_are_returned_in_order(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(decisions.LAG, "cpu", lag)
-    state = LoopState(step=3, data="", skipped=1, usual_norm=2.0)
-    deciding = Decisions(state, device=CPU, factor=0)
+    monkeypatch.setitem(guards.LAG, "cpu", lag)
+    deciding = Decisions(2.0, 2, device=CPU, factor=0)
     outcomes = []
     waited = []
     for step in range(4):

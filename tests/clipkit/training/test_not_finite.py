@@ -10,7 +10,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.model.clip import CLIP
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.guards import failed_step, find, list_not_finite
+from clipkit.training.guards import Outcome, failed_step, find_not_finite, list_not_finite
 from clipkit.training.step import Features, backward
 
 NAMES = [("a.tar", "0001"), ("b.tar", 'an "odd" näme\n')]
@@ -30,10 +30,10 @@ def compute(model: CLIP, inputs: dict[str, Tensor], parts: int = 1) -> Features:
 
 
 def test_finite_step_finds_nothing(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
-    before = {name: one.clone() for name, one in tiny.state_dict().items()}
-    found = find(tiny, lambda: compute(tiny, inputs))
-    assert (found.where, found.rows) == ("", ()) and found.loss > 0
-    assert all(torch.equal(before[name], one) for name, one in tiny.state_dict().items())
+    before = {name: tensor.clone() for name, tensor in tiny.state_dict().items()}
+    finding = find_not_finite(tiny, lambda: compute(tiny, inputs))
+    assert (finding.where, finding.rows) == ("", []) and finding.loss > 0
+    assert all(torch.equal(before[name], tensor) for name, tensor in tiny.state_dict().items())
     assert not any(module._forward_hooks for module in tiny.modules())
 
 
@@ -55,16 +55,16 @@ def test_first_nonfinite_tensor_is_reported(
     parts: int, weight: str, value: float, where: str, tiny: CLIP, inputs: dict[str, Tensor]
 ) -> None:
     tiny.state_dict()[weight].fill_(value)
-    found = find(tiny, lambda: compute(tiny, inputs, parts))
-    assert found.where.startswith(where), found.where
+    finding = find_not_finite(tiny, lambda: compute(tiny, inputs, parts))
+    assert finding.where.startswith(where), finding.where
     assert not any(module._forward_hooks for module in tiny.modules())
 
 
 def test_nonfinite_rows_are_reported(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
     inputs["tokens"][2, 3] = 77
     tiny.state_dict()["token_embedding.weight"][77] = 3e38  # a word that one text has
-    found = find(tiny, lambda: compute(tiny, inputs))
-    assert found.rows == (2,) and "transformer" in found.where
+    finding = find_not_finite(tiny, lambda: compute(tiny, inputs))
+    assert finding.rows == [2] and "transformer" in finding.where
 
 
 def test_nonfinite_gradient_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> None:
@@ -74,15 +74,15 @@ def test_nonfinite_gradient_is_found(tiny: CLIP, inputs: dict[str, Tensor]) -> N
         tiny.text_projection.grad[0, 0] = torch.nan
         return features
 
-    assert find(tiny, spoilt).where == "the gradient of text_projection"
+    assert find_not_finite(tiny, spoilt).where == "the gradient of text_projection"
 
 
 def test_samples_are_listed_by_rank_and_replaced(tmp_path: Path) -> None:
-    assert list_not_finite(tmp_path, NAMES, step=4, rank=0) == tmp_path / "not_finite.jsonl"
-    assert list_not_finite(tmp_path, NAMES[1:], step=4, rank=3) == tmp_path / "not_finite-3.jsonl"
+    list_not_finite(tmp_path, NAMES, step=4, rank=0)
+    list_not_finite(tmp_path, NAMES[1:], step=4, rank=3)
     list_not_finite(tmp_path, NAMES, step=7, rank=0)
-    found = [json.loads(one) for one in (tmp_path / "not_finite.jsonl").read_text().splitlines()]
-    assert found == [{"step": 8, "shard": shard, "key": key} for shard, key in NAMES]
+    records = [json.loads(line) for line in (tmp_path / "not_finite.jsonl").read_text().splitlines()]
+    assert records == [{"step": 8, "shard": shard, "key": key} for shard, key in NAMES]
     assert len((tmp_path / "not_finite-3.jsonl").read_text().splitlines()) == 1
 
 
@@ -94,9 +94,15 @@ def test_unwritable_list_raises_one_line_error(tmp_path: Path) -> None:
 
 def test_message_reports_the_nonfinite_value(tmp_path: Path) -> None:
     def message(loss: float, norm: float) -> str:
-        return str(failed_step(tmp_path, 4, causes=["", ""], loss=loss, norm=norm))
+        outcome = Outcome(
+            totals={"faults": 0}, loss=loss, norm=norm, is_finite=False, is_spike=False, usual_norm=1.0,
+            ids=torch.arange(2),
+        )  # fmt: skip
+        return str(failed_step(tmp_path, 4, outcome, "", lambda ids: [NAMES[i] for i in ids], 3))
 
     assert message(torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
     assert message(torch.nan, torch.nan).startswith("the loss of step 5 is nan")
     assert message(2.5, torch.inf).startswith("the gradient of step 5 is inf")
     assert "\n" not in message(torch.nan, 1.0)
+    assert "the same command with --replay accumulate=3, in one process, " in message(torch.nan, 1.0)
+    assert len((tmp_path / "not_finite.jsonl").read_text().splitlines()) == len(NAMES)

@@ -29,8 +29,8 @@ from clipkit.training.optim import (
     make_update,
     orthogonalize,
     parameter_groups,
+    perturbed_weights,
 )
-from clipkit.training.sam import perturbed_weights
 
 TINY = Architecture(
     embed_dim=16,
@@ -211,8 +211,8 @@ def test_restored_state_continues_bit_for_bit(name: str) -> None:
     for state in optimizer.state:
         assert set(optimizer.state[state]) == set(expected_state(optimizer, state))
     for step in range(3, 6):
-        for one, its in ((model, optimizer), (again, other)):
-            give_gradients(one, step)  # now for all parameters
+        for trained, its in ((model, optimizer), (again, other)):
+            give_gradients(trained, step)  # now for all parameters
             its.step()
     for key, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[key]), key
@@ -300,7 +300,11 @@ def test_adafactor_equals_its_formula(tiny: CLIP, momentum: float, error: float)
     ours, theirs = tiny.double(), deepcopy(tiny).double()
     config = OptimConfig(name="adafactor", lr=1e-2, weight_decay=0.3, beta1=momentum)
     optimizer = make_optimizer(ours, config)
-    decays = {id(one): group["weight_decay"] for group in optimizer.param_groups for one in group["params"]}
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
     rows: dict[int, torch.Tensor] = {}
     columns: dict[int, torch.Tensor] = {}
     squares: dict[int, torch.Tensor] = {}
@@ -401,11 +405,11 @@ def test_rsqrt_rate_is_halved_after_four_warmups(schedule: tuple[int, OptimConfi
 
 def test_head_decay_applies_to_projections_only(tiny: CLIP) -> None:
     groups = parameter_groups(tiny, OptimConfig(weight_decay=0.1, head_decay=3.0))
-    of = {id(one): group["weight_decay"] for group in groups for one in group["params"]}
-    strong = {name for name, one in tiny.named_parameters() if of[id(one)] == 3.0}
+    of = {id(parameter): group["weight_decay"] for group in groups for parameter in group["params"]}
+    strong = {name for name, parameter in tiny.named_parameters() if of[id(parameter)] == 3.0}
     assert strong == {"visual.proj", "text_projection"}
-    plain = {name for name, one in tiny.named_parameters() if of[id(one)] == 0.1}
-    assert plain == {name for name, one in tiny.named_parameters() if one.ndim >= 2} - strong
+    plain = {name for name, parameter in tiny.named_parameters() if of[id(parameter)] == 0.1}
+    assert plain == {name for name, parameter in tiny.named_parameters() if parameter.ndim >= 2} - strong
 
 
 def test_sam_gradients_equal_those_of_perturbed_weights_and_weights_are_restored(tiny: CLIP) -> None:
@@ -418,17 +422,21 @@ def test_sam_gradients_equal_those_of_perturbed_weights_and_weights_are_restored
         return clip_loss(*other(images, tokens))
 
     torch.autograd.backward(loss(model))
-    before = {name: one.detach().clone() for name, one in model.named_parameters()}
-    first = {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
-    norm = torch.cat([one.flatten() for one in first.values()]).norm()
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    first = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    norm = torch.cat([parameter.flatten() for parameter in first.values()]).norm()
     reference = deepcopy(model)
     reference.zero_grad()
     with torch.no_grad():
-        for name, one in reference.named_parameters():
-            one.add_(0.1 * first[name] / norm)
+        for name, parameter in reference.named_parameters():
+            parameter.add_(0.1 * first[name] / norm)
     torch.autograd.backward(loss(reference))
     with perturbed_weights(model, 0.1):
-        assert all(one.grad is None for one in model.parameters())
+        assert all(parameter.grad is None for parameter in model.parameters())
         torch.autograd.backward(loss(model))
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.equal(ours, before[name])

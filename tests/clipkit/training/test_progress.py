@@ -19,8 +19,7 @@ from clipkit.errors import DataError
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import log as module
 from clipkit.training.checkpoint import LoopState
-from clipkit.training.guards import drop_lines_after
-from clipkit.training.log import Log, ProgressLine, _clock
+from clipkit.training.log import Log, ProgressLine, _clock, drop_lines_after
 
 FIGURES = {
     "loss": 1.25, "chance": 5.5, "samples_per_second": 100.0, "data_time": 0.05, "batch_time": 0.5, "scale": 14.3,
@@ -41,8 +40,13 @@ def after(step: int, *, bad_samples: int = 0, transparent: int = 0, cut_captions
     )
 
 
+def write_state(log: Log, state: LoopState, loss: float) -> None:
+    log.update(state, loss=loss, grad_norm=1.0)
+    log.write({"scale": 14.3})
+
+
 def write(log: Log, step: int, loss: float) -> None:
-    log.write(after(step), {"loss": loss, "scale": 14.3}, transfer_time=0.0)
+    write_state(log, after(step), loss)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -53,16 +57,16 @@ def test_resume_removes_figures_after_the_checkpoint(tmp_path: Path) -> None:
     log = open_log(tmp_path, after(0))
     for step in (10, 20, 30):
         write(log, step, 1.0 / step)
-    log.close(after(30))
+    log.close()
     path = tmp_path / "metrics.jsonl"
     with path.open("a") as file:
         file.write('{"step": 40, "lo')  # truncated by a kill
     log = open_log(tmp_path, after(20))
     write(log, 30, 5.0)
     log.write_scores(30, {"digits/acc1": 0.5})
-    log.close(after(30))
+    log.close()
     assert [(line["step"], line["loss"]) for line in lines(path)] == [(10, 0.1), (20, 0.05), (30, 5.0)]
-    assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_kept_lines_are_unchanged(tmp_path: Path) -> None:
@@ -86,13 +90,13 @@ def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
     log = open_log(tmp_path, after(0), "log.tensorboard=true")
     write(log, 10, 2.0)
     log.write_scores(10, {"digits/zero-shot/acc1": 0.25})
-    log.close(after(10))
+    log.close()
     events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (line,) = lines(tmp_path / "metrics.jsonl")
     written = {f"train/{name}" for name in line if name != "step"}
     assert set(events.Tags()["scalars"]) == {*written, "digits/zero-shot/acc1"}
-    assert [(one.step, one.value) for one in events.Scalars("train/loss")] == [(10, 2.0)]
+    assert [(event.step, event.value) for event in events.Scalars("train/loss")] == [(10, 2.0)]
 
 
 def test_progress_prints_plain_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,9 +177,6 @@ def test_floor_is_shown_beside_chance(capsys: pytest.CaptureFixture[str]) -> Non
 def test_only_some_bad_samples_are_printed_and_the_rest_are_counted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write_bad(step: int, bad_samples: int) -> None:
-        log.write(after(step, bad_samples=bad_samples), {"loss": 1.0, "scale": 1.0}, transfer_time=0.0)
-
     log = open_log(tmp_path, after(0, bad_samples=10))
     capsys.readouterr()
     for i in range(3):
@@ -183,12 +184,11 @@ def test_only_some_bad_samples_are_printed_and_the_rest_are_counted(
         log.add_bad_samples(
             i + 1, [*bad, BadSample(shard="0.tar", key="x", cause=f"caption of {i} characters")]
         )
-    write_bad(1, 25)  # too soon
+    write_state(log, after(1, bad_samples=25), 1.0)  # too soon
     monkeypatch.setattr(module, "_BAD_EVERY_SECONDS", 0.0)
-    write_bad(2, 25)
-    write_bad(3, 25)
-    write_bad(4, 1_026)
-    log.close(after(4, bad_samples=1_026))
+    for step, bad_samples in ((2, 25), (3, 25), (4, 1_026)):
+        write_state(log, after(step, bad_samples=bad_samples), 1.0)
+    log.close()
     printed = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
     assert printed[0] == "bad sample replaced: 00 in 0.tar: empty caption"
     assert [line.split()[3] for line in printed[:5]] == ["00", "01", "02", "03", "x"]
@@ -203,23 +203,26 @@ def test_bad_samples_of_other_ranks_are_counted_at_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for before, printed in ((2, ""), (0, f"2 bad samples so far, all in {tmp_path}/bad_samples*.jsonl\n")):
-        open_log(tmp_path, after(0, bad_samples=before)).close(after(1, bad_samples=2))
+        log = open_log(tmp_path, after(0, bad_samples=before))
+        log.update(after(1, bad_samples=2), loss=1.0, grad_norm=1.0)
+        log.close()
         assert capsys.readouterr().err == printed
 
 
 def test_facts_of_a_step_may_arrive_after_the_next_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    log = open_log(tmp_path, after(0), opening=["first", "", "second"])
+    several = ("data.caption_count=3", "loss.same=ignored")
+    log = open_log(tmp_path, after(0), *several, *QUIET, opening=["first", "", "second"])
     log.leave_out()
     for step in range(1, 6):
         log.add_bad_samples(step, [BadSample(shard="a", key=str(step), cause="empty")])
         if step > 2:
-            log.update(after(step - 2, transparent=1))
-        if step == 5:
-            write(log, 3, 0.5)
-    log.close(after(5, bad_samples=5))
-    log.sum_up(after(5, bad_samples=5, transparent=1, cut_captions=2), captions=3, context_length=7)
+            log.update(after(step - 2, transparent=1), loss=0.5, grad_norm=1.0)
+    log.write({"scale": 14.3})
+    log.update(after(5, bad_samples=5, transparent=1, cut_captions=2), loss=0.5, grad_norm=1.0)
+    log.close()
+    log.sum_up(context_length=7)
     assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [(3, 0.5)]
     printed = capsys.readouterr().err.splitlines()
     batch_size = load_config(QUICKSTART).batch_size
@@ -238,7 +241,7 @@ def test_a_trait_is_noted_once_for_each_kind_of_images(
     log = open_log(tmp_path, after(0), "pixels.background=white", *QUIET)
     for images in ("drawn", "drawn", "dataset digits"):
         log.note_traits(images, TraitCounts(images=9, transparent=2, rotated=3))
-    log.close(after(0))
+    log.close()
     printed = capsys.readouterr().err.splitlines()
     assert [line.split(":")[1].strip() for line in printed] == ["drawn", "dataset digits"]
     assert all("EXIF" in line and "transparent" not in line for line in printed)
@@ -302,4 +305,4 @@ def test_unwritable_metrics_raise_one_line_error(tmp_path: Path) -> None:
     log = open_log(tmp_path, after(0))
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be written: No space left on device"):
         write(log, 1, 1.0)
-    log.close(after(1))
+    log.close()

@@ -14,14 +14,8 @@ from clipkit.config import Config, ModelConfig, load_config
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.formats.checkpoint import save_model
 from clipkit.training.build import first_model, select_shape
-from clipkit.training.checkpoint import only_trainer_of
-from clipkit.training.guards import (
-    append_bad_samples,
-    bad_fraction,
-    check_bad_samples,
-    drop_bad_samples_after,
-    too_many_bad,
-)
+from clipkit.training.checkpoint import LoopState, only_trainer_of
+from clipkit.training.log import BadSamples
 from clipkit.training.parallel import prepare
 
 CONFIG = Config(out="runs/test")
@@ -137,23 +131,31 @@ def bad_sample(key: str) -> BadSample:
     return BadSample(shard="0.tar", key=key, cause="empty")
 
 
+def bad_samples(run: Path = Path("run"), *, limit: float = 0.05) -> BadSamples:
+    return BadSamples(run=run, batch_size=1, limit=limit)
+
+
+def state_after(bad: int, good: int) -> LoopState:
+    return LoopState(step=good, data="", bad_samples=bad)
+
+
 def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
-    append_bad_samples(tmp_path, [], 1, rank=0)
+    bad_samples(tmp_path).append([], 1, rank=0)
     assert not list(tmp_path.iterdir())
-    append_bad_samples(tmp_path, [bad_sample("a"), bad_sample("b")], 2, rank=3)
+    bad_samples(tmp_path).append([bad_sample("a"), bad_sample("b")], 2, rank=3)
     lines = (tmp_path / "bad_samples-3.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 2, "shard": "0.tar", "key": key, "cause": "empty"} for key in ("a", "b")
     ]
     with pytest.raises(DataError, match="cannot be written: No such file"):
-        append_bad_samples(tmp_path / "gone", [bad_sample("a")], 2, rank=0)
+        bad_samples(tmp_path / "gone").append([bad_sample("a")], 2, rank=0)
 
 
 def test_lists_of_former_ranks_are_truncated_at_the_checkpoint(tmp_path: Path) -> None:
     for rank in (0, 1, 12):
         for step in (4, 5, 6):
-            append_bad_samples(tmp_path, [bad_sample(str(rank))], step, rank=rank)
-    drop_bad_samples_after(tmp_path, 5)
+            bad_samples(tmp_path).append([bad_sample(str(rank))], step, rank=rank)
+    bad_samples(tmp_path).drop_after(5)
     for name in ("bad_samples.jsonl", "bad_samples-1.jsonl", "bad_samples-12.jsonl"):
         lines = (tmp_path / name).read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [4, 5]
@@ -174,21 +176,23 @@ def test_lists_of_former_ranks_are_truncated_at_the_checkpoint(tmp_path: Path) -
     ],
 )
 def test_max_bad_is_a_fraction_of_drawn_samples(bad: int, used: int, share: float, too_many: bool) -> None:
-    assert too_many_bad(bad, used, share) is too_many
+    samples = bad_samples(limit=share)
+    assert samples.are_too_many(state_after(bad, used)) is too_many
     if not too_many:
-        check_bad_samples(bad, used, share, Path("run"))
+        samples.check(state_after(bad, used))
         return
     with pytest.raises(
         DataError, match=f"^{bad:,} of {bad + used:,} samples drawn so far are bad, more than "
     ):
-        check_bad_samples(bad, used, share, Path("run"))
+        samples.check(state_after(bad, used))
 
 
 @pytest.mark.parametrize("epochs", [1, 3, 100])
 def test_bad_fraction_does_not_grow_with_epochs(epochs: int) -> None:
     bad, good = 100, 99_900  # one in a thousand samples is bad, each drawn once per epoch
-    assert not too_many_bad(bad * epochs, good * epochs, 0.001)
-    assert too_many_bad(bad * epochs, good * epochs, 0.0009)
+    state = state_after(bad * epochs, good * epochs)
+    assert not bad_samples(limit=0.001).are_too_many(state)
+    assert bad_samples(limit=0.0009).are_too_many(state)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +209,7 @@ def test_bad_fraction_does_not_grow_with_epochs(epochs: int) -> None:
     ],
 )
 def test_bad_fraction_is_printed_with_its_limit(bad: int, used: int, share: float, line: str) -> None:
-    assert bad_fraction(bad, used, share) == line
+    assert bad_samples(limit=share).describe(state_after(bad, used)) == line
 
 
 def test_resumed_model_is_built_without_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from clipkit.config import load_config
+from clipkit.config import load_config, to_toml
 from clipkit.objectives import OBJECTIVES
 from clipkit.training.log import describe_start
 
@@ -80,12 +80,17 @@ def test_provided_configurations_print_no_note(path: Path) -> None:
     assert set(notes) <= {f"note: {OBJECTIVES[config.loss.name].note}"}
 
 
-def test_start_and_resume_print_one_line_per_fact() -> None:
-    run, config = Path("runs/a"), load_config(QUICKSTART, ["steps=8", "optim.warmup=2"])
-    assert describe_start(run, 0, 8, 8, config.optim) == ["starting runs/a"]
-    assert describe_start(run, 8, 8, 8, config.optim) == ["runs/a has made all its 8 steps"]
-    resumed = describe_start(run, 4, 8, 6, config.optim)
+def test_start_and_resume_print_one_line_per_fact(tmp_path: Path) -> None:
+    settings = ["out=runs/a", "optim.warmup=2"]
+    config = load_config(QUICKSTART, ["steps=8", *settings])
+    (tmp_path / "config.toml").write_text(to_toml(load_config(QUICKSTART, ["steps=6", *settings])))
+    assert describe_start(config, 0, None) == ["starting runs/a"]
+    assert describe_start(config, 0, tmp_path) == ["starting runs/a"]  # the checkpoint of a failed first step
+    assert describe_start(config, 8, tmp_path) == ["runs/a has made all its 8 steps"]
+    resumed = describe_start(config, 4, tmp_path)
     assert resumed[0] == "resuming runs/a at step 4"
     assert resumed[1].startswith(
         "steps = 8 now, and was 6: from here on the learning rate follows the schedule of the longer run, "
     )
+    (tmp_path / "config.toml").unlink()  # only a line depends on it
+    assert describe_start(config, 4, tmp_path) == resumed[:1]

@@ -11,7 +11,7 @@ from tests.forked import Forked
 @pytest.mark.slow
 def test_sharded_adafactor_equals_unsharded(forked: Forked) -> None:
     said = "".join(
-        one.stdout for one in forked.ranks("tests/clipkit/sharded_program.py", "adafactor", world=2)
+        ended.stdout for ended in forked.ranks("tests/clipkit/sharded_program.py", "adafactor", world=2)
     )
     for text in ("full adafactor", "hybrid adafactor", "training with adafactor"):
         assert said.count(f"{text} the same") == 2
@@ -19,7 +19,7 @@ def test_sharded_adafactor_equals_unsharded(forked: Forked) -> None:
 
 @pytest.mark.long
 def test_sharded_updates_and_averages_equal_unsharded(forked: Forked) -> None:
-    said = "".join(one.stdout for one in forked.ranks("tests/clipkit/sharded_program.py", world=2))
+    said = "".join(ended.stdout for ended in forked.ranks("tests/clipkit/sharded_program.py", world=2))
     for layout in ("full", "hybrid"):
         for name in ("adamw", "stable_adamw", "lamb", "muon", "adafactor"):
             assert said.count(f"{layout} {name} the same") == 2

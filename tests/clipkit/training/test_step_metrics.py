@@ -148,15 +148,15 @@ def test_slow_start_is_forgotten(make: Callable[..., Training]) -> None:
 
 def test_loader_processes_that_would_keep_up_are_reported(make: Callable[..., Training]) -> None:
     training = make()
-    for made in (1000.0, 250.0):  # only the last minute counts
-        training.metrics.step(samples=8, flops=0, read=1.0, made=made)
-        training.step(data=5 if made > 500 else 35, forward=60)
+    for make_seconds in (1000.0, 250.0):  # only the last minute counts
+        training.metrics.step(samples=8, flops=0, read_seconds=1.0, make_seconds=make_seconds)
+        training.step(data=5 if make_seconds > 500 else 35, forward=60)
         line = explain(training, workers=2)
     assert "; about 5 loader processes per rank would keep up; decoding" in line
 
 
 @pytest.mark.parametrize(
-    ("read", "made", "workers", "cause"),
+    ("read_seconds", "make_seconds", "workers", "cause"),
     [
         (8.0, 10.0, 0, "reading from s3://bucket/a.tar takes 80% of the time per batch"),
         (
@@ -170,11 +170,13 @@ def test_loader_processes_that_would_keep_up_are_reported(make: Callable[..., Tr
     ],
 )
 def test_slowest_part_of_the_input_is_explained(
-    make: Callable[..., Training], read: float, made: float, workers: int, cause: str
+    make: Callable[..., Training], read_seconds: float, make_seconds: float, workers: int, cause: str
 ) -> None:
     training = make()
     for _ in range(3):
         training.watch.begin("data")
         training.now += 30
-        training.metrics.step(samples=8, flops=0, read=read / 3, made=made / 3)
+        training.metrics.step(
+            samples=8, flops=0, read_seconds=read_seconds / 3, make_seconds=make_seconds / 3
+        )
     assert cause in explain(training, workers)
