@@ -535,17 +535,30 @@ def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
         rows: this rank's rows, with the same shape (except for B) and dtype on all ranks.
         counts: every rank's B, see ``gather_row_counts``.
     """
+    return start_gathering(rows, counts)()
+
+
+def start_gathering(rows: Tensor, counts: list[int]) -> Callable[[], Tensor]:
+    """Start ``gather_rows``, and return a function that waits for the rows and returns them.
+
+    On a GPU, not the host waits, but what the GPU computes from then on.
+    """
     if world_size() == 1:
-        return rows.detach()
+        return rows.detach
     padded = rows.detach().contiguous()
     most = max(counts)
     if len(padded) < most:
         padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
     gathered = padded.new_empty(len(counts) * most, *padded.shape[1:])
-    _all_gather(gathered, padded)
-    if min(counts) == most:
-        return gathered
-    return torch.cat([part[:count] for part, count in zip(gathered.split(most), counts, strict=True)])
+    work: Any = _all_gather(gathered, padded, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        if min(counts) == most:
+            return gathered
+        return torch.cat([part[:count] for part, count in zip(gathered.split(most), counts, strict=True)])
+
+    return wait
 
 
 def scatter_row_sums(rows: Tensor, counts: list[int]) -> Tensor:
