@@ -389,6 +389,7 @@ def main(arguments: Arguments) -> int:
                             run, state.step, outcome, batch.fault, train_loader.names, config.accumulate
                         )
                         if state.step or not ranks["faults"]:
+                            distributed.allow_long_waits()
                             writer.save_now(model, optimizer, state, averaged)
                         raise failure
                     state = state.next(
@@ -417,7 +418,10 @@ def main(arguments: Arguments) -> int:
                     }
                     log.write(figures)
 
-                # 7f. Scores on held-out data, by all ranks together; then a checkpoint.
+                # 7f. Scores on held-out data, by all ranks together; then a checkpoint. Ranks wait long for rank 0
+                # only until all are done; in the next steps, a rank that hangs is noticed soon.
+                if due_score or due_save:
+                    distributed.allow_long_waits()
                 if due_score and not stopped:
                     scorer.score(step)
                 if due_save:
@@ -427,8 +431,10 @@ def main(arguments: Arguments) -> int:
                     saved_at = time.monotonic()
                 if due_score or due_save:
                     log.leave_out()
+                distributed.end_long_waits()
 
             # 8. The end: the last scores and the report, unless a signal arrived during the last step.
+            distributed.allow_long_waits()
             stopped = stopped or bool(distributed.max_over_ranks(torch.tensor(stop.number)))
             if not stopped:
                 stop.exit_at_once("all steps are saved; the same command scores and reports")

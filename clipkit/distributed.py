@@ -38,6 +38,7 @@ Answer = TypeVar("Answer")
 # names since torch 2.14, where the others are deprecated
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+_set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 _NOTE = "clipkit/failed"
 _POLL_SECONDS = 0.1  # interval of requests while waiting for other ranks
@@ -139,8 +140,12 @@ class Failures:
                 return
 
 
-_TIMEOUT = timedelta(minutes=10)
+# How long ranks wait for each other in a message.
+_TIMEOUT = timedelta(minutes=10)  # until the first step is made, which may compile
+_STEP_TIMEOUT = timedelta(minutes=5)  # between steps: only for the data of another rank
+_SAVE_TIMEOUT = timedelta(hours=1)  # while rank 0 saves or scores
 _LONG_TIMEOUT = timedelta(hours=6)  # for a background thread that waits while large shards are joined
+_is_long = True  # whether the timeout is one of those that are longer than a step's
 _failures: Failures | None = None  # notes of the process group
 _store: Store | None = None  # store of the rendezvous
 _messages = count()  # numbers of messages broadcast by rank 0
@@ -376,6 +381,25 @@ def barrier() -> None:
         dist.barrier()
 
 
+def allow_long_waits() -> None:
+    """Let ranks wait for each other until ``end_long_waits``, as for rank 0 that saves or scores alone."""
+    global _is_long
+    if world_size() > 1:
+        _set_timeout(_SAVE_TIMEOUT)
+        _is_long = True
+
+
+def end_long_waits() -> None:
+    """Wait for all ranks if long waits were allowed, as they are at first; then notice soon if a rank hangs."""
+    global _is_long
+    if world_size() > 1 and _is_long:
+        dist.all_reduce(
+            torch.zeros(())
+        )  # on the CPU, so that a rank with a GPU sends nothing more until then
+        _set_timeout(_STEP_TIMEOUT)
+        _is_long = False
+
+
 def sum_over_ranks(values: Tensor) -> Tensor:
     """Return the elementwise sum over ranks, on each rank; no gradient."""
     if world_size() == 1:
@@ -535,17 +559,30 @@ def gather_rows(rows: Tensor, counts: list[int]) -> Tensor:
         rows: this rank's rows, with the same shape (except for B) and dtype on all ranks.
         counts: every rank's B, see ``gather_row_counts``.
     """
+    return start_gathering(rows, counts)()
+
+
+def start_gathering(rows: Tensor, counts: list[int]) -> Callable[[], Tensor]:
+    """Start ``gather_rows``, and return a function that waits for the rows and returns them.
+
+    On a GPU, not the host waits, but what the GPU computes from then on.
+    """
     if world_size() == 1:
-        return rows.detach()
+        return rows.detach
     padded = rows.detach().contiguous()
     most = max(counts)
     if len(padded) < most:
         padded = torch.cat([padded, padded.new_zeros(most - len(padded), *padded.shape[1:])])
     gathered = padded.new_empty(len(counts) * most, *padded.shape[1:])
-    _all_gather(gathered, padded)
-    if min(counts) == most:
-        return gathered
-    return torch.cat([part[:count] for part, count in zip(gathered.split(most), counts, strict=True)])
+    work: Any = _all_gather(gathered, padded, async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        if min(counts) == most:
+            return gathered
+        return torch.cat([part[:count] for part, count in zip(gathered.split(most), counts, strict=True)])
+
+    return wait
 
 
 def scatter_row_sums(rows: Tensor, counts: list[int]) -> Tensor:

@@ -1,4 +1,4 @@
-"""``train.py`` as rank 0 of many simulated ranks; prints the messages and host reads of one step as JSON.
+"""``train.py`` as rank 0 of many simulated ranks; prints what happens in one step.
 
 python -m tests.step_program RANKS [key=value …]
 """
@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train
 from clipkit import distributed
+from clipkit.objectives import tiles
 from clipkit.options import parse_arguments
 from clipkit.training import checkpoint, guards, log, parallel
 
@@ -32,6 +34,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.events: Counter[str] = Counter()
+        self.order: list[str] = []
 
     def add(self, name: str) -> None:
         for frame in reversed(traceback.extract_stack()):
@@ -54,6 +57,7 @@ def main() -> None:
     ranks = int(sys.argv[1])
     recorder = Recorder()
     tolist = torch.Tensor.tolist
+    start_gathering = distributed.start_gathering
     replicated = parallel.replicated
     count_batch = log.Log.count_batch
 
@@ -67,8 +71,23 @@ def main() -> None:
         recorder.add("tolist")
         return tolist(tensor)
 
+    def recorded_gathering(rows: torch.Tensor, counts: list[int]) -> Callable[[], torch.Tensor]:
+        recorder.order.append("gather starts")
+        wait = start_gathering(rows, counts)
+
+        def recorded_wait() -> torch.Tensor:
+            recorder.order.append("wait")
+            return wait()
+
+        return recorded_wait
+
     def with_hook(model: Any) -> torch.nn.Module:
         module = replicated(model)
+        first = model.visual.transformer.blocks[0]
+        first.register_forward_pre_hook(lambda *_: recorder.order.append("image tower"))
+        token_embedding, convolution = model.token_embedding.weight, model.visual.conv1.weight
+        token_embedding.register_post_accumulate_grad_hook(lambda _: recorder.order.append("token embedding"))
+        convolution.register_post_accumulate_grad_hook(lambda _: recorder.order.append("first convolution"))
         if isinstance(module, DistributedDataParallel):
             module.register_comm_hook(None, reduce_bucket)
         return module
@@ -80,17 +99,18 @@ def main() -> None:
         future.set_result(bucket.buffer())
         return future
 
-    steps: list[Counter[str]] = []
+    steps: list[tuple[Counter[str], list[str]]] = []
 
     def counted(self: log.Log, batch: Any) -> None:
-        steps.append(recorder.events)
-        recorder.events = Counter()
+        steps.append((recorder.events, recorder.order))
+        recorder.events, recorder.order = Counter(), []
         count_batch(self, batch)
 
     distributed.start = start
     distributed.broadcast_bytes = lambda content: content
     torch.Tensor.tolist = recorded_tolist  # type: ignore[method-assign, assignment]
     parallel.replicated = with_hook
+    vars(tiles)["start_gathering"] = recorded_gathering
     vars(checkpoint)["broadcast_bytes"] = distributed.broadcast_bytes
     checkpoint.CheckpointWriter.begin = lambda *_, **__: None  # type: ignore[method-assign]
     log.Log.count_batch = counted  # type: ignore[method-assign]
@@ -99,7 +119,9 @@ def main() -> None:
     arguments = parse_arguments()
     with recorder:
         train.main(arguments)
-    print(json.dumps(steps[STEP - 1]))
+    # the messages and host reads, and the order of some events
+    counts, order = steps[STEP - 1]
+    print(json.dumps({"counts": counts, "order": order}))
 
 
 if __name__ == "__main__":

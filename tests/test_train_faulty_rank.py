@@ -47,3 +47,11 @@ def test_flipped_bit_in_the_weights_of_a_rank_stops_the_run(trainings: Trainings
         in errors[0]
     )
     assert latest_step(out) == 2  # nothing is saved after the bit flipped
+
+
+def test_ranks_wait_long_for_rank_0_that_saves_or_scores(trainings: Trainings, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    # the second checkpoint waits for the first one, and the end for the second one
+    settings = ("steps=3", "checkpoint.every_steps=1", "eval.every_steps=2")
+    ends(trainings.start_ranks(2, out, *SHORT, *settings, program=PROGRAM, FAULT="saving"))
+    assert latest_step(out) == 3

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +33,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("data") / "pairs", 2 * RANKS)
 
 
-def events(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) -> dict[str, int]:
-    """Return how often a step sends each message and reads tensors."""
+def run_step(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) -> Any:
+    """Return the counts and the order of what happens in a step, see tests/step_program.py."""
     chosen = {setting.partition("=")[0]: setting for setting in SETTINGS}
     more = (
         f"data.train={data}", f"out={out}", f"batch_size={2 * ranks}", "log.every_steps=100", "steps=6",
@@ -43,7 +44,12 @@ def events(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) ->
     environment = {"CLIPKIT_CACHE": str(data.parent / "cache")}
     ended = forked.run("tests/step_program.py", [str(ranks), *chosen.values()], environment)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    counts: dict[str, int] = json.loads(ended.stdout.splitlines()[-1])
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def events(forked: Forked, data: Path, out: Path, ranks: int, *settings: str) -> dict[str, int]:
+    """Return how often a step sends each message and reads tensors."""
+    counts: dict[str, int] = run_step(forked, data, out, ranks, *settings)["counts"]
     return {name: count for name, count in counts.items() if name not in ON_CPU}
 
 
@@ -57,7 +63,7 @@ def test_all_messages_of_a_step(
         shapes = 8 if optimizer == "muon" else 0  # of matrices, whose updates ranks exchange
         expected |= {
             **MESSAGE,
-            "allgather_base in distributed.gather_rows": 1 + shapes,
+            "allgather_base in distributed.start_gathering": 1 + shapes,
             "allreduce in distributed.max_over_ranks": 1,
             "allreduce in distributed.sum_over_ranks": 2,
             "reduce_scatter_base in distributed.scatter_row_sums": 1,
@@ -74,3 +80,12 @@ def test_no_step_waits(case: str, forked: Forked, data: Path, tmp_path: Path) ->
     messages = {name: count for name, count in counts.items() if "start_totals" in name}
     assert messages == MESSAGE
     assert not any("gather_row_counts" in name for name in counts)
+
+
+@pytest.mark.parametrize("settings", [(), ("loss.name=siglip", "loss.dims=[8,16]"), ("caption.weight=1",)])
+def test_texts_are_sent_while_images_are_encoded(
+    settings: tuple[str, ...], forked: Forked, data: Path, tmp_path: Path
+) -> None:
+    """Captions are gathered once, and the gradient of the large token embedding is sent before those of images."""
+    order = run_step(forked, data, tmp_path / "run", RANKS, "optim.name=adamw", *settings)["order"]
+    assert order == ["gather starts", "image tower", "wait", "token embedding", "first convolution"]

@@ -122,8 +122,9 @@ class CLIP(nn.Module):
         lengths: Sequence[int] | None = None,
         return_tokens: bool = False,
         then: Callable[["CLIP", Tensor, Sequence[Tensor]], Tensor] | None = None,
+        on_texts: Callable[[Tensor], None] | None = None,
     ) -> tuple[Tensor, ...]:
-        """Encode pairs.
+        """Encode pairs, texts first.
 
         Args:
             images: (B, C, S, S), uint8, or normalized float.
@@ -133,6 +134,7 @@ class CLIP(nn.Module):
             return_tokens: whether to return the tokens that a decoder of captions reads.
             then: a function of the model, the images and these tokens, which may use all parameters of the model:
                 those of a sharded model are gathered only within ``forward``. Its result takes the tokens' place.
+            on_texts: called with the text features before images are encoded, such as to send them meanwhile.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
@@ -142,16 +144,18 @@ class CLIP(nn.Module):
         bias = () if self.logit_bias is None else (self.logit_bias,)
         decoder = self.architecture.decoder
         decoder_tokens = []
-        if return_tokens:
-            image, image_tokens = self.image_tokens(images, patches=patches)
-            decoder_tokens.append(image_tokens)
-        else:
-            image = self.encode_image(images, patches=patches)
         if return_tokens and decoder is not None and decoder.feed == "text":
             text, text_tokens = self.text_tokens(tokens, lengths=lengths)
             decoder_tokens.append(text_tokens)
         else:
             text = self.encode_text(tokens, lengths=lengths)
+        if on_texts is not None:
+            on_texts(text)
+        if return_tokens:
+            image, image_tokens = self.image_tokens(images, patches=patches)
+            decoder_tokens.insert(0, image_tokens)
+        else:
+            image = self.encode_image(images, patches=patches)
         if then is not None:
             decoder_tokens = [then(self, images, decoder_tokens)]
         return image, text, self.logit_scale.exp(), *bias, *decoder_tokens

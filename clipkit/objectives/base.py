@@ -52,6 +52,9 @@ class Targets:
         smoothing: the setting ``loss.smoothing``.
         negatives: (B,) bool, images with a wrong caption of their own, whose features follow those of the captions;
             None without ``data.negatives``.
+        all_texts: (N, O) features of the captions of all ranks, no gradient, for an objective with
+            ``gathers_captions``; None: not gathered yet.
+        precision: the setting ``loss.precision``.
     """
 
     identities: Tensor
@@ -59,6 +62,8 @@ class Targets:
     same: str
     smoothing: float = 0.0
     negatives: Tensor | None = None
+    all_texts: Tensor | None = None
+    precision: str = "float32"
 
 
 class Objective(Section):
@@ -75,6 +80,7 @@ class Objective(Section):
         initial_bias: initial value of a trained bias of the logits; None: no bias.
         max_scale: upper bound of exp(t).
         tiled: whether logits exist only a tile at a time, for the memory estimate.
+        gathers_captions: whether it compares images with the captions of all ranks, also in ``loss.precision``.
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
         more_texts: whether it supports ``data.negatives`` and ``data.caption_count``.
@@ -89,6 +95,7 @@ class Objective(Section):
     initial_bias: ClassVar[float | None] = None
     max_scale: ClassVar[float] = 100.0
     tiled: ClassVar[bool] = False
+    gathers_captions: ClassVar[bool] = False
     uses_same: ClassVar[bool] = True
     smooths: ClassVar[bool] = True
     more_texts: ClassVar[bool] = False
@@ -147,6 +154,9 @@ class Objective(Section):
             require(loss.same == "negatives", "loss.same", loss.same, f"expected negatives with {name}")
         if not self.smooths:
             require(not loss.smoothing, "loss.smoothing", loss.smoothing, f"expected 0 with {name}")
+        if not self.gathers_captions:
+            expected = f"expected float32 with {name}"
+            require(loss.precision == "float32", "loss.precision", loss.precision, expected)
         if not self.more_texts:
             require(not config.data.negatives, "data.negatives", config.data.negatives, alone)
             require(config.data.caption_count == 1, "data.caption_count", config.data.caption_count, alone)

@@ -42,6 +42,8 @@ def clip_loss(
     same: str = "positives",
     smoothing: float = 0.0,
     negatives: tuple[Tensor, Tensor] | None = None,
+    all_texts: Tensor | None = None,
+    precision: str = "float32",
 ) -> Tensor:
     """Compute the symmetric cross-entropy of every image over all texts and of every text over all images.
 
@@ -68,6 +70,8 @@ def clip_loss(
         negatives: (B, O) features of a wrong caption of each image, and (B,) bool whether the image has one; such a
             text is one more in the softmax of its image (NegCLIP; Yuksekgonul et al. 2023,
             https://arxiv.org/abs/2210.01936). Given on all ranks or on none.
+        all_texts: (N, O) float32 text features of all ranks, if they are gathered already.
+        precision: of products on NVIDIA GPUs: "float32", or "tf32" with an error of about 2⁻¹² of each factor.
 
     Returns:
         A float32 scalar (float64 for float64 features); ln N is the level of chance without identities.
@@ -82,13 +86,15 @@ def clip_loss(
         )
     with torch.autocast(image_features.device.type, enabled=False):
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
-        batch = GlobalBatch(images)
+        batch = GlobalBatch(images, precision=precision)
         pairs = positive_pairs(batch, images, identities, same)
         wrong, has_negative = (
             (None, None) if negatives is None else (at_least_float32(negatives[0]), negatives[1])
         )
+        all_texts = batch.gather(texts) if all_texts is None else all_texts
+        scale = logit_scale.to(images.dtype)
         loss: Tensor = _Contrastive.apply(
-            images, texts, logit_scale.to(images.dtype), wrong, has_negative, batch, pairs, smoothing
+            images, texts, scale, wrong, has_negative, all_texts, batch, pairs, smoothing
         )
         return loss
 
@@ -104,14 +110,14 @@ class _Contrastive(torch.autograd.Function):
         scale: Tensor,
         wrong: Tensor | None,
         has_negative: Tensor | None,
+        all_texts: Tensor,
         batch: GlobalBatch,
         pairs: PositivePairs,
         smoothing: float,
     ) -> Tensor:
-        all_texts = batch.gather(texts)  # (N, O)
         by_row = images.new_empty(2, len(images))
         columns = ColumnSums(len(all_texts), images)
-        for tile, logits in tiles(images, all_texts, scale):
+        for tile, logits in tiles(images, all_texts, scale, batch.precision):
             pairs.record_logits(logits, tile)
             pairs.fill_ignored(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
@@ -141,7 +147,7 @@ class _Contrastive(torch.autograd.Function):
         images, all_texts, scale, by_row, by_column, wrong, logits_wrong = ctx.saved_tensors
         feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
-        for tile, logits in tiles(images, all_texts, scale):
+        for tile, logits in tiles(images, all_texts, scale, ctx.batch.precision):
             ctx.pairs.fill_ignored(logits, tile, _NONE)
             slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             if ctx.smoothing:
@@ -158,7 +164,7 @@ class _Contrastive(torch.autograd.Function):
             slopes = (slopes * scale)[:, None]
             grad_wrong = slopes * images
             grad_images = None if grad_images is None else grad_images + slopes * wrong
-        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None
+        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None, None
 
 
 class Clip(Objective):
@@ -166,6 +172,7 @@ class Clip(Objective):
 
     summary = "softmax over all pairs of the batch"
     tiled = True
+    gathers_captions = True
     more_texts = True
 
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
@@ -178,6 +185,8 @@ class Clip(Objective):
             same=targets.same,
             smoothing=targets.smoothing,
             negatives=negatives,
+            all_texts=targets.all_texts,
+            precision=targets.precision,
         )
 
     def chance(self, targets: Targets, text_rows: int) -> float:

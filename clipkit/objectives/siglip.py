@@ -37,6 +37,8 @@ def siglip_loss(
     identities: Tensor | None = None,
     same: str = "positives",
     negatives: tuple[Tensor, Tensor] | None = None,
+    all_texts: Tensor | None = None,
+    precision: str = "float32",
 ) -> Tensor:
     """Treat each image–text pair as an independent binary classification: do they belong together?
 
@@ -52,6 +54,8 @@ def siglip_loss(
         identities: (B, K) int64, as for ``clip_loss``: which pairs show the same thing.
         same: z of those: "positives" 1, "negatives" −1; "ignored": they are left out.
         negatives: as for ``clip_loss``: one more text of its image, with z = −1.
+        all_texts: as for ``clip_loss``.
+        precision: as for ``clip_loss``.
 
     Returns:
         A float32 scalar (float64 for float64 features).
@@ -63,9 +67,11 @@ def siglip_loss(
     with torch.autocast(image_features.device.type, enabled=False):
         images, texts = at_least_float32(image_features), at_least_float32(text_features)
         scale, bias = logit_scale.to(images.dtype), logit_bias.to(images.dtype)
-        batch = GlobalBatch(images)
+        batch = GlobalBatch(images, precision=precision)
         pairs = positive_pairs(batch, images, identities, same)
-        loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, batch, pairs, torch.is_grad_enabled())
+        all_texts = batch.gather(texts) if all_texts is None else all_texts
+        differentiated = torch.is_grad_enabled()
+        loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, all_texts, batch, pairs, differentiated)
         if negatives is not None:
             wrong, has_negative = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
@@ -89,15 +95,15 @@ class _Sigmoid(torch.autograd.Function):
         texts: Tensor,
         scale: Tensor,
         bias: Tensor,
+        all_texts: Tensor,
         batch: GlobalBatch,
         pairs: PositivePairs,
         differentiated: bool,
     ) -> Tensor:
-        all_texts = batch.gather(texts)  # (N, O)
         row_losses = images.new_empty(len(images))
         grad_bias = torch.zeros_like(bias)
         feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
-        for tile, logits in tiles(images, all_texts, scale):
+        for tile, logits in tiles(images, all_texts, scale, batch.precision):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate(wrong, tile)
             pairs.fill_ignored(wrong, tile, _NONE)
@@ -117,7 +123,7 @@ class _Sigmoid(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_inputs = [None if grad is None else grad * gradients[0] for grad in ctx.saved_tensors]
-        return *grad_inputs, None, None, None
+        return *grad_inputs, None, None, None, None
 
 
 class SigLip(Objective):
@@ -128,6 +134,7 @@ class SigLip(Objective):
     initial_bias = -10.0
     max_scale = math.inf
     tiled = True
+    gathers_captions = True
     smooths = False
     more_texts = True
     note = "the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10"
@@ -144,6 +151,8 @@ class SigLip(Objective):
             identities=targets.identities,
             same=targets.same,
             negatives=negatives,
+            all_texts=targets.all_texts,
+            precision=targets.precision,
         )
 
     def chance(self, targets: Targets, text_rows: int) -> float:

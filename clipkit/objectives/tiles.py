@@ -11,8 +11,10 @@ the gradient of the whole batch, however the rows are distributed.
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows of a tile, K identities of a pair.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import combinations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from clipkit.distributed import (
     max_over_ranks,
     rank,
     scatter_row_sums,
+    start_gathering,
     sum_over_ranks,
     world_size,
 )
@@ -37,9 +40,11 @@ class GlobalBatch:
 
     Args:
         rows: (B, …) this rank's rows; B may differ from rank to rank.
+        precision: that of products of features, see ``product_precision``.
     """
 
-    def __init__(self, rows: Tensor) -> None:
+    def __init__(self, rows: Tensor, *, precision: str = "float32") -> None:
+        self.precision = precision
         self._counts = gather_row_counts(len(rows))
         self.size = sum(self._counts)  # N
         first = sum(self._counts[: rank()])
@@ -67,6 +72,32 @@ class GlobalBatch:
         return world_size() / self.size
 
 
+class CaptionGathering:
+    """Gathers the text features of captions from all ranks, once for all losses of a step.
+
+    All ranks use it together.
+
+    Args:
+        has_negatives: whether as many wrong captions follow, which are not gathered.
+    """
+
+    def __init__(self, *, has_negatives: bool) -> None:
+        self._has_negatives = has_negatives
+        self._wait: Callable[[], Tensor] | None = None
+
+    def start(self, texts: Tensor) -> None:
+        """Send this rank's features; does not wait."""
+        captions = texts.chunk(2)[0] if self._has_negatives else texts
+        self._wait = start_gathering(captions, gather_row_counts(len(captions)))
+
+    def finish(self, texts: Tensor) -> Tensor:
+        """Return the (N, O) features of all ranks, no gradient; starts with this rank's unless it has started."""
+        if self._wait is None:
+            self.start(texts)
+        assert self._wait is not None
+        return self._wait()
+
+
 def mean_over_rows(losses: Tensor, features: Tensor) -> Tensor:
     """Return the mean of (B,) losses over the rows of all ranks, given the (B, O) features.
 
@@ -82,7 +113,21 @@ def tile_height(rows: int, columns: int) -> int:
     return min(rows, max(_LEAST_ROWS, _TILE // max(1, columns)))
 
 
-def tiles(rows: Tensor, columns: Tensor, scale: Tensor) -> Iterator[tuple[slice, Tensor]]:
+@contextmanager
+def product_precision(precision: str) -> Iterator[None]:
+    """Compute products of float32 matrices on NVIDIA GPUs exactly in "float32", or in "tf32" by tensor cores."""
+    backend: Any = torch.backends.cuda.matmul
+    before = backend.fp32_precision
+    backend.fp32_precision = {"float32": "ieee", "tf32": "tf32"}[precision]
+    try:
+        yield
+    finally:
+        backend.fp32_precision = before
+
+
+def tiles(
+    rows: Tensor, columns: Tensor, scale: Tensor, precision: str = "float32"
+) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the (B, O) rows and their products with all (N, O) columns, times a scale.
 
     The (R, N) products may be overwritten; the next ones use the same memory.
@@ -91,7 +136,9 @@ def tiles(rows: Tensor, columns: Tensor, scale: Tensor) -> Iterator[tuple[slice,
     memory = rows.new_empty(height, len(columns))
     for start in range(0, len(rows), max(1, height)):
         tile = slice(start, min(start + height, len(rows)))
-        yield tile, torch.mm(rows[tile] * scale, columns.T, out=memory[: tile.stop - start])
+        with product_precision(precision):
+            products = torch.mm(rows[tile] * scale, columns.T, out=memory[: tile.stop - start])
+        yield tile, products
 
 
 def row_sums(logits: Tensor) -> Tensor:
@@ -168,10 +215,11 @@ class FeatureGradients:
 
     def add(self, slopes: Tensor, tile: slice) -> None:
         """Add the (R, N) derivatives by a tile's logits."""
-        if self._grad_images is not None:
-            torch.mm(slopes, self._all_texts, out=self._grad_images[tile])
-        if self._grad_texts is not None:
-            self._grad_texts.addmm_(slopes.T, self._images[tile])
+        with product_precision(self._batch.precision):
+            if self._grad_images is not None:
+                torch.mm(slopes, self._all_texts, out=self._grad_images[tile])
+            if self._grad_texts is not None:
+                self._grad_texts.addmm_(slopes.T, self._images[tile])
 
     def combine_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
         """Return the gradients of images (B, O), texts (B, O) and scale, times a factor."""

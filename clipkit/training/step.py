@@ -35,6 +35,7 @@ from clipkit.objectives import (
     select_terms,
 )
 from clipkit.objectives.distill import Teaching
+from clipkit.objectives.tiles import CaptionGathering
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
@@ -123,6 +124,7 @@ def backward(
     autocast: bool,
     seeds: Sequence[int] = (),
     terms: LocalTerms | None = None,
+    on_texts: Callable[[Tensor], None] | None = None,
     watch: Stopwatch | None = None,
 ) -> Features:
     """Add the gradient of ``loss`` and of local terms to the model's parameters, exactly also in parts.
@@ -142,6 +144,7 @@ def backward(
         autocast: whether the towers run in bfloat16.
         seeds: seed of each part, if the towers draw random numbers; both passes then draw the same.
         terms: local terms that are added to the loss.
+        on_texts: called with the text features before images are encoded, unless there are several parts.
         watch: stopwatch that times the phases.
     """
     watch = watch or Stopwatch()
@@ -160,12 +163,18 @@ def backward(
         if seeds:
             torch.manual_seed(seeds[i])
         piece = cut_rows(inputs, i, parts)
+        if on_texts is not None and parts == 1:
+            piece["on_texts"] = on_texts
         with precision:
             if terms is None:
                 outputs: tuple[Tensor, ...] = module(**piece)
             else:
                 then = partial(terms.sum_rows, i=i, parts=parts)
                 outputs = module(**piece, return_tokens=terms.read_tokens, then=then)
+        if isinstance(module, DistributedDataParallel) and (last := outputs[0].grad_fn) is not None:
+            # The text tower first in the backward pass too, so that the gradient of its large token embedding is
+            # exchanged while the image tower computes: among operations that are ready, the lowest number is last.
+            last._set_sequence_nr(0)  # type: ignore[attr-defined]
         return outputs
 
     watch.begin("forward")
@@ -352,6 +361,7 @@ def batch_loss(
     teaching: Teaching | None = None,
     distill: DistillConfig | None = None,
     halves: bool = False,
+    gathering: CaptionGathering | None = None,
 ) -> Tensor:
     """Compute the loss of the global batch from its features: all of a step's loss but the local terms.
 
@@ -365,6 +375,8 @@ def batch_loss(
         distill: settings of distillation, with ``teaching``.
         halves: whether the teacher teaches the second half of the features and the objective the first, of unit
             norm each; see ``normalize_halves``.
+        gathering: gathers the text features that the objective and all its prefixes compare; None: each gathers its
+            own.
     """
     outputs = Outputs(*features)
     taught: Tensor | None = None
@@ -380,20 +392,24 @@ def batch_loss(
             # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
             return taught if outputs.bias is None else taught + 0 * outputs.bias.sum()
 
-    def compare(outputs: Outputs) -> Tensor:
+    all_texts = None if gathering is None else gathering.finish(outputs.texts)
+
+    def compare(outputs: Outputs, all_texts: Tensor | None) -> Tensor:
         if several_captions:
             count = len(outputs.texts) // len(outputs.images)
             outputs = outputs._replace(images=outputs.images.repeat(count, 1))
-        return objective.loss(outputs, targets)
+        return objective.loss(outputs, replace(targets, all_texts=all_texts))
 
-    loss = compare(outputs)
+    loss = compare(outputs, all_texts)
     if settings.dims:
         weights = settings.dim_weights or [1.0] * (len(settings.dims) + 1)
         loss = weights[-1] * loss
         for size, weight in zip(settings.dims, weights, strict=False):
             images = F.normalize(outputs.images[:, :size], dim=-1)
             texts = F.normalize(outputs.texts[:, :size], dim=-1)
-            loss = loss + weight * compare(outputs._replace(images=images, texts=texts))
+            prefix = outputs._replace(images=images, texts=texts)
+            all_prefixes = None if all_texts is None else F.normalize(all_texts[:, :size], dim=-1)
+            loss = loss + weight * compare(prefix, all_prefixes)
         loss = loss / sum(weights)
     if taught is None or distill is None:
         return loss
@@ -502,6 +518,9 @@ class TrainingStep:
         teaching = teach() if self.distill.is_average else self._teaching(batch)
 
         # 4. The loss of features and the local terms, and their gradients.
+        gathering = None
+        if self.objective.gathers_captions and (teaching is None or self.distill.weight < 1):
+            gathering = CaptionGathering(has_negatives=batch.negatives is not None)
         loss: Loss = partial(
             batch_loss,
             objective=self.objective,
@@ -511,6 +530,7 @@ class TrainingStep:
             teaching=teaching,
             distill=self.distill,
             halves=self.shape.distilled,
+            gathering=gathering,
         )
         if batch.fault:
             loss = partial(_not_a_number, loss)
@@ -523,6 +543,7 @@ class TrainingStep:
             # only towers of other libraries use random numbers, for dropout, from torch's generator
             seeds=() if self.shape.is_native else seeds_of(self.seed, step, rank(), self.accumulate),
             terms=self._local_terms(batch, step, teach),
+            on_texts=None if gathering is None else gathering.start,
             watch=watch,
         )
 
@@ -590,4 +611,5 @@ class TrainingStep:
             same=self.loss.same,
             smoothing=self.loss.smoothing,
             negatives=None if batch.negatives is None else (batch.negatives != batch.tokens).any(dim=1),
+            precision=self.loss.precision,
         )

@@ -10,6 +10,7 @@ import socket
 import sys
 import tempfile
 import time
+from datetime import timedelta
 from typing import IO, Any
 
 import torch
@@ -45,6 +46,14 @@ def one_rank(how: str) -> int:
         if rank == (how == "killed"):
             os.kill(os.getpid(), signal.SIGKILL)
         distributed.barrier()
+    if how == "silent in a step":
+        distributed._STEP_TIMEOUT = timedelta(seconds=4)
+        distributed.end_long_waits()
+        distributed.allow_long_waits()
+        time.sleep(6 * (rank == 0))  # it may save
+        distributed.end_long_waits()
+        time.sleep(500 * (rank == 1))
+        distributed.sum_over_ranks(torch.ones(1))
     distributed.stop()
     return 0
 

@@ -38,6 +38,7 @@ from clipkit.objectives.image_gpt import ImageGpt
 from clipkit.objectives.masked import Masked
 from clipkit.objectives.none import NoComparison
 from clipkit.objectives.siglip import SigLip
+from clipkit.objectives.tiles import CaptionGathering
 from clipkit.objectives.views import Views
 from clipkit.objectives.words import Words
 from clipkit.training.build import lock
@@ -239,6 +240,9 @@ def compute(way: Way) -> dict[str, Tensor]:
     if way.loss == "self-taught":
         teaching, distill = teach(), DistillConfig(teacher="average", weight=0.3)
     objective, its_targets = objectives[loss_name]
+    gathering = None
+    if objective.gathers_captions:
+        gathering = CaptionGathering(has_negatives=its_targets.negatives is not None)
     loss = partial(
         batch_loss,
         objective=objective,
@@ -248,6 +252,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         teaching=teaching,
         distill=distill,
         halves=distilled,
+        gathering=gathering,
     )
     batch = Batch(
         images=given["images"],
@@ -281,7 +286,10 @@ def compute(way: Way) -> dict[str, Tensor]:
             weights=torch.tensor(weights, dtype=torch.float64),
             counts=distributed.sum_over_ranks(counts),
         )
-    done = backward(trained, given, loss=loss, parts=way.parts, autocast=False, terms=terms)
+    on_texts = None if gathering is None else gathering.start
+    done = backward(
+        trained, given, loss=loss, parts=way.parts, autocast=False, terms=terms, on_texts=on_texts
+    )
     complete_gradients(model)
     norm = clip_gradients(model, 1.0)
     same = distributed.gather_objects([float(done.loss), float(norm)])

@@ -30,6 +30,7 @@ FAILURES = {
     "a mistake of ours": [],
     "killed": [f"error: {_RANK_LOST}"],
     "rank 0 is killed": [f"error (rank 1): {_RANK_LOST}"],
+    "silent in a step": [f"error: {_RANK_SILENT}"],
 }  # fmt: skip
 
 
