@@ -217,10 +217,11 @@ class OpenShards(ABC, Generic[S]):
         self._open_in = os.getpid()
 
     def _position(self, i: int) -> tuple[int, int]:
-        if not 0 <= i < len(self):
+        starts = self._starts
+        if not 0 <= i < starts[-1]:
             raise IndexError(f"sample {i} of {len(self)}")
-        shard = bisect_right(self._starts, i) - 1
-        return shard, i - self._starts[shard]
+        shard = bisect_right(starts, i) - 1
+        return shard, i - starts[shard]
 
     def open_shard(self, index: int) -> S:
         """Return a shard, which may already be open."""
