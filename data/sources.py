@@ -11,12 +11,7 @@ from data.corpora.builtin import BUILTIN, built_in
 
 
 def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
-    """Return the tars of a source in order; a built-in dataset is created on first use.
-
-    Args:
-        source: see ``clipkit.samples.sources``, or the name of a built-in dataset.
-        split: which files of a dataset to use.
-    """
+    """Return the tars of a source in order; a built-in dataset is created on first use."""
     if source in BUILTIN and not Path(source).exists():
         source = str(built_in(source))
     try:

@@ -43,10 +43,6 @@ def open_training_data(
         rank0: whether this is rank 0, which reads the indexes of the shards.
         resumed: whether the run has a checkpoint; the data must then equal the recorded data.
         broadcast: returns the bytes of rank 0 on every rank.
-
-    Raises:
-        DataError: there are no shards, or they cannot be read.
-        CheckpointError: the run was started with other data.
     """
     filters, scores = parse_scored_filters(settings.filters, settings.scores)
     selection = Selection(
@@ -132,13 +128,6 @@ def packed_images(
     """Read how ``data pack`` or ``download`` stored the images. Must be called on all ranks.
 
     Built-in datasets are skipped.
-
-    Args:
-        settings: the sources.
-        pixels: settings that take precedence.
-        manifest: their shards.
-        rank0: whether this is rank 0, which reads the records.
-        broadcast: returns the bytes of rank 0 on every rank.
     """
     packed = Packed()
     if rank0:

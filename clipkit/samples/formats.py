@@ -151,10 +151,7 @@ def refuse_too_large(height: int, width: int, bands: int = 1) -> None:
 def read_bands(data: bytes, name: str, *, channels: int) -> Bands | None:
     """Read an image in a format that Pillow does not read; return None for other formats.
 
-    Args:
-        data: the file's bytes.
-        name: its format, see ``clipkit.samples.image_types.image_format``.
-        channels: C, which tells (H, W, C) from (C, H, W).
+    The number of ``channels`` tells (H, W, C) from (C, H, W).
     """
     readers: dict[str, Callable[[], Bands]] = {
         "DICOM": lambda: _read_dicom(data),

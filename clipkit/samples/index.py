@@ -346,10 +346,6 @@ def index_members(
         members: as ``list_tar_files`` yields them.
         truncated: "error", or "use" to index the intact part of a truncated tar. Its last sample is dropped if it
             lacks a member that the sample before it has.
-
-    Raises:
-        TruncatedError: the tar is truncated, and "error" was given.
-        DataError: the shard is larger than 2 TiB.
     """
     keys: list[str] = []
     # arrays, because lists per sample would slow down the garbage collector

@@ -46,10 +46,6 @@ class Shard:
         truncated: "error", or "use" to use the intact part of a truncated shard.
         index: the index of a remote shard that is read over the network, if it is known.
 
-    Raises:
-        TruncatedError: the shard is truncated, and "error" was given.
-        DataError: the shard is missing or not a tar, or cannot be downloaded.
-
     Attributes:
         shown: its name in messages.
         index: index of all its samples.

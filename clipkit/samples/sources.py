@@ -388,10 +388,6 @@ def find_split(
 
     Returns:
         The split, or "" if no name of a file or folder states a split; and the files, at least one.
-
-    Raises:
-        MissingSplit: there are none.
-        DataError: a file is missing, or there are several tables.
     """
     if isinstance(folder, str):  # other tables in a store have no images there
         suffixes = tuple(suffix for suffix in suffixes if suffix in (".tar", *PARQUET_SUFFIXES))
