@@ -274,7 +274,7 @@ class CaptionRule:
         return captions
 
     def caption(self, fields: Fields, index: int, random: np.random.Generator | None) -> str | None:
-        """Return the caption of a sample, None if it has none; ``index`` is used by "all", ``random`` if ``draws``."""
+        """Return the caption of a sample, None if it has none; only "all" uses ``index``."""
         captions_by_field = self.captions_by_field(fields)
         flat = []
         for captions in captions_by_field:

@@ -14,8 +14,8 @@ _IMAGES = frozenset(IMAGE_EXTENSIONS)
 class Samples(Protocol):
     """A source as a random-access list of samples.
 
-    Thread-safe; can be pickled. Memory does not grow with the size of the samples. A sample that cannot be used raises
-    DataError, whose message is a short cause without the sample's name.
+    Thread-safe; can be pickled. Memory does not grow with the size of the samples. A sample that cannot be used
+    raises DataError, whose message is a short cause without the sample's name.
 
     Attributes:
         repeated: number of rows of tables that are not the first of their image.
