@@ -20,9 +20,8 @@ from data.corpora.builtin import BUILTIN
 from data.scores.table import parse_scored_filters
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures
-from data.sources import find_shards
 
 _CARD_BYTES = 1 << 20
 

@@ -63,7 +63,7 @@ from data.inspect.findings import (
 )
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Census, nothing_usable, reject_unknown_captions, suggest_setting
-from data.sources import find_all_shards
+from data.shards.samples import find_all_shards
 
 FIRST_PLACES = 3  # examples of a finding
 _BLOCK = 512

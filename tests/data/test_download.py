@@ -39,7 +39,7 @@ from data.options import DownloadOptions, FetchOptions, PackOptions
 from data.pack import pack
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.sources import find_shards
+from data.shards.samples import find_shards
 from data.training_data import packed_images
 from eval.readers import open_dataset
 from tests.clipkit.samples.remote import servers
