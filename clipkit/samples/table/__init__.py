@@ -135,7 +135,7 @@ class Table:
     ) -> None:
         if not path.is_file():
             raise DataError(f"{path} is not a file: expected {_EXPECTED}")
-        suffix = _suffix_of(path.name)
+        suffix = Path(path.name.lower().removesuffix(_GZIP)).suffix
         if suffix not in _FORMATS:
             actual = suffix or "a file without a suffix"
             raise DataError(f"{path}: expected {_EXPECTED}, not {actual}")
@@ -350,10 +350,6 @@ def _subfolders(folder: Path) -> list[Path]:
         )
         return folders[:_MOST_FOLDERS]
     return []
-
-
-def _suffix_of(name: str) -> str:
-    return Path(name.lower().removesuffix(_GZIP)).suffix
 
 
 def _is_list_of_text(kind: str) -> bool:
