@@ -1,4 +1,7 @@
-"""Samples of an inspection: read, decode and crop them as training does, and summarize their images."""
+"""Shards and samples of an inspection: read, decode and crop samples as training does, and summarize both.
+
+Shards that cannot be read are recorded, and the inspection continues.
+"""
 
 import hashlib
 import io
