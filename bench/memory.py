@@ -35,8 +35,7 @@ from data.loader import Loader
 from data.order import Order
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 50

@@ -274,13 +274,7 @@ class CaptionRule:
         return captions
 
     def caption(self, fields: Fields, index: int, random: np.random.Generator | None) -> str | None:
-        """Return the caption of a sample, None if it has none.
-
-        Args:
-            fields: of the sample, from ``parse``.
-            index: of the caption, for "all".
-            random: random generator, required if ``draws``.
-        """
+        """Return the caption of a sample, None if it has none; only "all" uses ``index``."""
         captions_by_field = self.captions_by_field(fields)
         flat = []
         for captions in captions_by_field:
@@ -304,7 +298,7 @@ class CaptionRule:
     def several(self, fields: Fields, random: np.random.Generator | None) -> list[str]:
         """Return ``count`` captions of a sample, repeated if it has fewer; none if it has none.
 
-        Arguments and errors are as for ``caption``.
+        Arguments are as for ``caption``.
         """
         flat = []
         for captions in self.captions_by_field(fields):

@@ -232,11 +232,6 @@ def download(
         ray_address: of a Ray cluster, each of whose tasks downloads a shard. ``out`` must be on a file system that
             its machines share.
         show: called with the number of rows so far, and of those without an image.
-
-    Raises:
-        ConfigError: ``out`` was started with other options, or there is no Ray cluster.
-        DataError: a table cannot be read, ``out`` cannot be written, another process downloads this part, or nearly
-            all of the last rows failed.
     """
     out = out.absolute()
     if any(out.glob("[!.]*")) and not (out / "download.json").exists():

@@ -198,12 +198,7 @@ class Loader:
             self._tokenizers[stage.context_length] = tokenizer.replace_length(stage.context_length)
 
     def batches(self, start: int, stop: int) -> Iterator[LoaderBatch]:
-        """Yield the batches of steps ``start`` to ``stop - 1``.
-
-        Raises:
-            BatchError: no usable replacement was found for a bad sample, or a deep image has no pixel range.
-            DataError: a worker was killed, or there is too little shared memory.
-        """
+        """Yield the batches of steps ``start`` to ``stop - 1``."""
         if self.num_workers:
             preload(self.augmentation)
         with warnings.catch_warnings():  # the user may choose more workers than cores
@@ -228,11 +223,7 @@ class Loader:
             workers.close()
 
     def batches_ahead(self) -> int:
-        """Return how many batches each worker makes ahead, fewer if they are large.
-
-        Raises:
-            DataError: the shared memory, in which workers return batches, does not hold one of each.
-        """
+        """Return how many batches each worker makes ahead, fewer if they are large."""
         rows = len(self.order.part(self.rank, self.world_size))
         batch = rows * self.decoding.channels * self.image_size**2
         one_of_each = batch * self.num_workers

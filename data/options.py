@@ -403,7 +403,7 @@ COMMANDS = {
     "index": Command(
         description=INDEX_TEXT,
         options=IndexOptions,
-        run="data.shards.manifest:run_index",
+        run="data.shards.samples:run_index",
         stopped="nothing was written",
     ),
     "tokenizer": Command(

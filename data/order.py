@@ -296,17 +296,7 @@ class Order:
 
 
 class _Source:
-    """The endless sequences of all groups in one source; an epoch of all contains every sample once.
-
-    Args:
-        counts: (S,) samples per shard.
-        seed: of this source.
-        first: number of the first sample in the data.
-        first_shard: number of the first shard in the data.
-        window: number of shards that a group mixes at a time.
-        groups: number of groups.
-        most: samples that a group draws in an epoch at most; the others are left out.
-    """
+    """The endless sequences of all groups in one source; an epoch of all contains every sample once."""
 
     def __init__(
         self, counts: Int64s, *, seed: int, first: int, first_shard: int, window: int, groups: int, most: int

@@ -208,10 +208,6 @@ def pack(
         split: the split of all rows, "" if a column or a hash decides; by default, names of files and folders in a
             folder may state splits, of which all are packed.
         progress: show a progress bar on stderr.
-
-    Raises:
-        ConfigError: ``background``, ``group_by`` or ``max_side`` is invalid.
-        DataError: a table cannot be read, lacks a column, or there is no usable row.
     """
     assert options.samples_per_shard >= 1 and 0 <= options.test <= 1
     if options.group_by is not None and not options.group:

@@ -18,8 +18,7 @@ from clipkit.samples.remote import shard_cache
 from data.options import PaletteOptions
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_all_shards
+from data.shards.samples import Shards, find_all_shards
 
 _PIXELS = 1 << 20  # over all images
 

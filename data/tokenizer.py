@@ -27,7 +27,7 @@ from data.captions import CaptionRule, Filter
 from data.options import TokenizerOptions
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import make_manifest
-from data.sources import find_all_shards
+from data.shards.samples import find_all_shards
 
 _START = "<|startoftext|>"
 _END = "<|endoftext|>"

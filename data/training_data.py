@@ -20,9 +20,8 @@ from data.corpora.builtin import BUILTIN
 from data.scores.table import parse_scored_filters
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures
-from data.sources import find_shards
 
 _CARD_BYTES = 1 << 20
 
@@ -43,10 +42,6 @@ def open_training_data(
         rank0: whether this is rank 0, which reads the indexes of the shards.
         resumed: whether the run has a checkpoint; the data must then equal the recorded data.
         broadcast: returns the bytes of rank 0 on every rank.
-
-    Raises:
-        DataError: there are no shards, or they cannot be read.
-        CheckpointError: the run was started with other data.
     """
     filters, scores = parse_scored_filters(settings.filters, settings.scores)
     selection = Selection(
@@ -132,13 +127,6 @@ def packed_images(
     """Read how ``data pack`` or ``download`` stored the images. Must be called on all ranks.
 
     Built-in datasets are skipped.
-
-    Args:
-        settings: the sources.
-        pixels: settings that take precedence.
-        manifest: their shards.
-        rank0: whether this is rank 0, which reads the records.
-        broadcast: returns the bytes of rank 0 on every rank.
     """
     packed = Packed()
     if rank0:

@@ -23,8 +23,7 @@ from data.order import Order
 from data.pack import pack
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from data.training_data import Packed, packed_images, resumed_preprocess, trained_preprocess
 from tests.forked import Forked
 from tests.small_trainings import (

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
@@ -635,8 +635,18 @@ def thumbnail(hit: Hit, side: int) -> bytes:
                 raise DataError(f"{hit.source} has {'several images' if images else 'no image'} {hit.path}")
     except OSError as error:
         raise DataError(f"cannot read {source}: {error.strerror}") from error
-    for content in images:
-        data = read_image(Item(source=hit.source, key=hit.path, image=content))
+    candidates = [*images]
+    if hit.digest:  # the image may be a member that ``clipkit encode --image`` named
+        for sample in images:
+            if isinstance(sample, Sample):
+                candidates += [replace(sample, image=name) for name in sample.samples.members(sample.i)]
+    for content in candidates:
+        try:
+            data = read_image(Item(source=hit.source, key=hit.path, image=content))
+        except DataError:
+            if len(candidates) == 1:
+                raise
+            continue
         if not hit.digest or content_digest(data) == hit.digest:
             break
     else:

@@ -16,7 +16,6 @@ from clipkit.samples.decode import (
 from clipkit.samples.depth import (
     STRETCH,
     Bands,
-    PixelRange,
     PixelRangeError,
     are_integers,
     describe_depth,
@@ -70,10 +69,8 @@ from clipkit.samples.index import (
 from clipkit.samples.shards import OpenShards, Shard, ShardSamples
 from clipkit.samples.sources import (
     CACHE_GB,
-    FORMATS,
     MissingSplit,
     OpenOptions,
-    Source,
     find_source,
     find_split,
     find_split_folder,
@@ -118,11 +115,11 @@ from clipkit.samples.traits import (
 )
 
 __all__ = [
-    "CACHE_GB", "CAPTION_COLUMNS", "CLASS_NAMES", "FORMATS", "IMAGE_COLUMNS", "IMAGE_EXTENSIONS",
+    "CACHE_GB", "CAPTION_COLUMNS", "CLASS_NAMES", "IMAGE_COLUMNS", "IMAGE_EXTENSIONS",
     "IMAGE_MEMBERS", "INDEX_VERSION", "MOST_ROWS", "NAMED_SUFFIXES", "NO_TRAITS", "ORIENTATION_TAG",
     "PILLOW_ERRORS", "SPLIT_NAMES", "SPLIT_WORDS", "STRETCH", "SUFFIXES", "Bands", "Color", "Decoding",
-    "FolderSamples", "MissingSplit", "OpenOptions", "OpenShards", "ParquetSamples", "PixelRange",
-    "PixelRangeError", "Row", "RowsByKey", "Samples", "Shard", "ShardIndex", "ShardSamples", "Source",
+    "FolderSamples", "MissingSplit", "OpenOptions", "OpenShards", "ParquetSamples",
+    "PixelRangeError", "Row", "RowsByKey", "Samples", "Shard", "ShardIndex", "ShardSamples",
     "Strings", "Table", "TableSamples", "TraitCounts", "Traits", "TruncatedError", "add_content_digest",
     "are_ids", "are_integers", "blend_onto", "check_captions", "color_of", "decode_image", "decode_jpeg",
     "decode_pixels", "decode_text", "describe_depth", "describe_unreadable", "digest_key", "files_below",

@@ -14,7 +14,8 @@ _IMAGES = frozenset(IMAGE_EXTENSIONS)
 class Samples(Protocol):
     """A source as a random-access list of samples.
 
-    Thread-safe; can be pickled. Memory does not grow with the size of the samples.
+    Thread-safe; can be pickled. Memory does not grow with the size of the samples. A sample that cannot be used
+    raises DataError, whose message is a short cause without the sample's name.
 
     Attributes:
         repeated: number of rows of tables that are not the first of their image.
@@ -36,11 +37,7 @@ class Samples(Protocol):
         return ""
 
     def path(self, i: int) -> Path | None:
-        """Return the file of the image; None if it is in a file with other images.
-
-        Raises:
-            DataError: the path is that of no file; the message is a short cause without the sample's name.
-        """
+        """Return the file of the image; None if it is in a file with other images."""
         return None
 
     def key(self, i: int) -> str:
@@ -56,19 +53,11 @@ class Samples(Protocol):
         ...
 
     def fields(self, i: int) -> dict[str, Any]:
-        """Return the fields of a sample's json members and table columns.
-
-        Raises:
-            DataError: they cannot be read; the message is a short cause without the sample's name.
-        """
+        """Return the fields of a sample's json members and table columns."""
         ...
 
     def read(self, i: int, member: str) -> bytes:
-        """Return the content of a member; "" stands for the image.
-
-        Raises:
-            DataError: it is missing or cannot be read; the message is a short cause without the sample's name.
-        """
+        """Return the content of a member; "" stands for the image."""
         ...
 
     @property

@@ -153,10 +153,6 @@ def load_image(
     Returns:
         For three channels, a Pillow image in the mode of the file, which evaluation resizes in this mode like
         open_clip; otherwise (H, W, C). And the file's traits.
-
-    Raises:
-        DataError: as for ``decode_pixels``, except for ``MAX_BYTES``.
-        PixelRangeError: as for ``decode_pixels``, or the image is 16-bit grayscale with an alpha channel.
     """
 
     with pillow_errors():

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from clipkit.errors import DataError
 from clipkit.samples.depth import Bands
@@ -151,10 +150,7 @@ def refuse_too_large(height: int, width: int, bands: int = 1) -> None:
 def read_bands(data: bytes, name: str, *, channels: int) -> Bands | None:
     """Read an image in a format that Pillow does not read; return None for other formats.
 
-    Args:
-        data: the file's bytes.
-        name: its format, see ``clipkit.samples.image_types.image_format``.
-        channels: C, which tells (H, W, C) from (C, H, W).
+    The number of ``channels`` tells (H, W, C) from (C, H, W).
     """
     readers: dict[str, Callable[[], Bands]] = {
         "DICOM": lambda: _read_dicom(data),
@@ -273,7 +269,8 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
         else:
             values = np.concatenate([array.reshape(height, width, bands) for array in arrays], axis=2)
         if page.bitspersample < 8 and values.dtype.kind in "bu":
-            values = _to_8_bits(values, page.bitspersample)
+            # as Pillow does
+            values = (values.astype(np.uint16) * 255 // (2**page.bitspersample - 1)).astype(np.uint8)
         if values.dtype.kind not in "uif":
             raise DataError(f"a TIFF of {values.dtype} is not an image: expected integers or floats")
         orientation = page.tags.get("Orientation")
@@ -283,9 +280,3 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
             white_zero=page.photometric == tifffile.PHOTOMETRIC.MINISWHITE,
             several=len(file.pages) > len(pages) and not file.pages[1].is_reduced,
         )
-
-
-def _to_8_bits(values: npt.NDArray[Any], bits: int) -> npt.NDArray[np.uint8]:
-    """Scale values of fewer than 8 bits to 0–255, as Pillow does."""
-    scaled: npt.NDArray[np.uint8] = (values.astype(np.uint16) * 255 // (2**bits - 1)).astype(np.uint8)
-    return scaled

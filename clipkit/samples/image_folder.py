@@ -172,11 +172,7 @@ class FolderSamples(Samples):
         return find_captions(self._images())
 
     def check_no_caption_tables(self) -> None:
-        """Check that names of subfolders do not replace the captions of a table.
-
-        Raises:
-            DataError: a file in the folder, or a table below it, lists captions of images.
-        """
+        """Check that names of subfolders do not replace the captions of a table."""
         tables = open_caption_tables(sorted(self.folder.iterdir()), NAMED_SUFFIXES)
         tables += open_caption_tables((path for path, _ in files_below(self.folder)), SUFFIXES)
         if tables:

@@ -213,6 +213,20 @@ class ShardIndex:
 
     def find_layout(self, row: int) -> Layout:
         """Return where a sample's members begin in the arrays, their names, and their positions by name."""
+        if self._common_layout is not None:
+            return row * len(self._common_layout[0]), *self._common_layout
+        return self._look_up_layout(row)
+
+    @cached_property
+    def _common_layout(self) -> tuple[tuple[str, ...], dict[str, int]] | None:
+        """The members of every sample, None if they differ; looking them up takes a tenth of the time of a read."""
+        if not len(self) or len(self.member_names) % len(self):
+            return None
+        members = self.member_names.reshape(len(self), -1)
+        is_common = (members == members[0]).all() and (np.diff(self.member_ends) == members.shape[1]).all()
+        return self._look_up_layout(0)[1:] if is_common else None
+
+    def _look_up_layout(self, row: int) -> Layout:
         ends, numbers, _, _ = self._member_views
         start = ends[row - 1] if row else 0
         content = numbers[start : ends[row]].tobytes()
@@ -332,10 +346,6 @@ def index_members(
         members: as ``list_tar_files`` yields them.
         truncated: "error", or "use" to index the intact part of a truncated tar. Its last sample is dropped if it
             lacks a member that the sample before it has.
-
-    Raises:
-        TruncatedError: the tar is truncated, and "error" was given.
-        DataError: the shard is larger than 2 TiB.
     """
     keys: list[str] = []
     # arrays, because lists per sample would slow down the garbage collector

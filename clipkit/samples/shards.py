@@ -46,10 +46,6 @@ class Shard:
         truncated: "error", or "use" to use the intact part of a truncated shard.
         index: the index of a remote shard that is read over the network, if it is known.
 
-    Raises:
-        TruncatedError: the shard is truncated, and "error" was given.
-        DataError: the shard is missing or not a tar, or cannot be downloaded.
-
     Attributes:
         shown: its name in messages.
         index: index of all its samples.
@@ -217,10 +213,11 @@ class OpenShards(ABC, Generic[S]):
         self._open_in = os.getpid()
 
     def _position(self, i: int) -> tuple[int, int]:
-        if not 0 <= i < len(self):
+        starts = self._starts
+        if not 0 <= i < starts[-1]:
             raise IndexError(f"sample {i} of {len(self)}")
-        shard = bisect_right(self._starts, i) - 1
-        return shard, i - self._starts[shard]
+        shard = bisect_right(starts, i) - 1
+        return shard, i - starts[shard]
 
     def open_shard(self, index: int) -> S:
         """Return a shard, which may already be open."""

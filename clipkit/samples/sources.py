@@ -136,32 +136,24 @@ class Format:
 
 def _recognize_shards(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
     tars = [file for file in files if file.name.endswith(".tar") or file.url.startswith("pipe:")]
-    if not tars and _is_tar(files[0]):
-        return files
+    if not tars and not files[0].is_remote:
+        with Path(files[0].url).open("rb") as content:
+            if content.read(262)[257:] == b"ustar":
+                return files
     return tars
-
-
-def _is_tar(file: ShardFile) -> bool:
-    if file.is_remote:
-        return False
-    with Path(file.url).open("rb") as content:
-        return content.read(262)[257:] == b"ustar"
 
 
 def _recognize_parquet(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
     tables = [file for file in files if file.name.endswith(PARQUET_SUFFIXES)]
     # the rows of a remote file cannot be read before it is downloaded
-    if tables and (tables[0].is_remote or _holds_images(Path(tables[0].url))):
-        return tables
-    return []
-
-
-def _holds_images(table: Path) -> bool:
-    try:
-        rows = Table(table, image_column=None, caption_column=None, need=("image",), encoded=True)
-        return rows.contains_images
-    except DataError:
-        return False
+    if tables and not tables[0].is_remote:
+        path = Path(tables[0].url)
+        try:
+            rows = Table(path, image_column=None, caption_column=None, need=("image",), encoded=True)
+            return tables if rows.contains_images else []
+        except DataError:
+            return []
+    return tables
 
 
 def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
@@ -388,10 +380,6 @@ def find_split(
 
     Returns:
         The split, or "" if no name of a file or folder states a split; and the files, at least one.
-
-    Raises:
-        MissingSplit: there are none.
-        DataError: a file is missing, or there are several tables.
     """
     if isinstance(folder, str):  # other tables in a store have no images there
         suffixes = tuple(suffix for suffix in suffixes if suffix in (".tar", *PARQUET_SUFFIXES))

@@ -83,12 +83,7 @@ class Concept:
 
 
 def make(out: Path, *, packages: Path | None = None, progress: bool = True) -> None:
-    """Write the dataset folder ``out``.
-
-    Args:
-        packages: a folder with the packages' .tgz files; None downloads them with ``npm pack``.
-        progress: show a progress bar on stderr.
-    """
+    """Write the dataset folder ``out``."""
     if find_spec("resvg_py") is None:
         message = "the built-in dataset emoji requires resvg_py: pip install -e '.[emoji]'"
         raise Unavailable(message, cause="missing")

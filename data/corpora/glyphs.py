@@ -158,16 +158,7 @@ def make(
     processes: int | None = None,
     progress: bool = True,
 ) -> None:
-    """Write the dataset: a training split, and a test split of held-out font families.
-
-    Args:
-        out: the dataset folder to create.
-        samples: number of training samples; the test split always has ten images per held-out glyph.
-        size: pixels per side; the images are 8-bit grayscale PNGs.
-        seed: random seed.
-        processes: number of processes; None for all cores. It does not affect the files.
-        progress: show a bar on stderr, or lines if stderr is not a terminal.
-    """
+    """Write the dataset: a training split, and a test split of held-out font families."""
     if samples < 1 or seed < 0 or not 16 <= size <= 512:
         raise DataError(
             f"cannot make {samples} glyphs of {size} pixels from seed {seed}: "

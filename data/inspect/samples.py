@@ -1,4 +1,7 @@
-"""Samples of an inspection: read, decode and crop them as training does, and summarize their images."""
+"""Shards and samples of an inspection: read, decode and crop samples as training does, and summarize both.
+
+Shards that cannot be read are recorded, and the inspection continues.
+"""
 
 import hashlib
 import io
@@ -63,7 +66,7 @@ from data.inspect.findings import (
 )
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Census, nothing_usable, reject_unknown_captions, suggest_setting
-from data.sources import find_all_shards
+from data.shards.samples import find_all_shards
 
 FIRST_PLACES = 3  # examples of a finding
 _BLOCK = 512

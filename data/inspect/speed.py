@@ -16,8 +16,7 @@ from data.options import SpeedOptions
 from data.order import Order
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 
 _STEPS = 1 << 40  # never reached
 

@@ -191,13 +191,6 @@ def inspect(
     """Inspect shards as training would read them; errors that would stop training are recorded.
 
     The choice of shards and samples depends only on their numbers, so repeated inspections give the same results.
-
-    Args:
-        options: what is inspected, except for the options of decoding.
-        decoding: handling of depth, transparency and orientation; None for the defaults.
-        augmentation: for the contact sheet and the measured speed; None for the defaults.
-        max_bad: fraction of bad samples above which training stops.
-        cache: for copies of remote shards; None reads parts of them over the network.
     """
     began = time.monotonic()
     decoding = decoding or Decoding()

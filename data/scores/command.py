@@ -54,7 +54,7 @@ from data.scores.table import (
     parse_scored_filters,
     scores_folder,
 )
-from data.sources import find_all_shards
+from data.shards.samples import find_all_shards
 
 _VERSION = 1  # of columns and features; increase it when one is computed differently
 _ROWS = 2048  # samples encoded, compared and written at a time

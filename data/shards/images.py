@@ -137,9 +137,6 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     """Decode an image file completely and return the image to store.
 
     Call ``PIL.Image.init()`` before calling this from several threads.
-
-    Raises:
-        BadImage: it is broken, too large, of an unknown format, or cannot be encoded again without losing depth.
     """
     try:
         if how.resize is not None and (stored := _resize_jpeg(data, how)) is not None:

@@ -9,9 +9,6 @@ import hashlib
 import json
 import os
 import signal
-import tempfile
-import textwrap
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -29,14 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import DataError
-from clipkit.files import CountProgress, counted, end_with_parent, format_bytes, printable
+from clipkit.files import end_with_parent, printable
 from clipkit.samples import (
     IMAGE_EXTENSIONS,
     INDEX_VERSION,
     Shard,
     ShardIndex,
     Strings,
-    TruncatedError,
     decode_text,
     find_image,
     image_format,
@@ -50,9 +46,8 @@ from clipkit.samples import (
     value_at,
     write_arrays,
 )
-from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text, shard_cache
-from data.captions import TEXT, CaptionRule, Fields, Filter, field_hint, is_utf8, join_names, leaf_fields
-from data.options import IndexOptions
+from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text
+from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, join_names, leaf_fields
 from data.selection import OUTSIDE, Chosen, SelectedShard, Selection, choose_unread
 
 # --------------------------------------------------------------------------------------------------------------
@@ -719,39 +714,3 @@ def nothing_usable(
     shard = Shard(first, cache, truncated=selection.truncated)
     hint = _write_settings(suggest_members(shard, selection.captions, selection.image))
     return f"{where} no sample with {' and '.join(selection.need)}; members: {list_members(members)}{hint}"
-
-
-def run_index(options: IndexOptions) -> int:
-    """Run ``python -m data index``."""
-    from data.sources import find_shards  # which packs tables, with libraries that training does not need
-
-    began = time.monotonic()
-    folder = index_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):  # an unwritable cache would be ignored
-        pass
-    sources = [find_shards(source, split=options.split) for source in options.sources]
-    cache = shard_cache(options.sources, options.cache_gb)
-    with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not options.quiet) as progress:
-        selection = Selection(
-            filters=tuple(map(Filter.of, options.filters)),
-            captions=CaptionRule(fields=options.captions),
-            truncated=options.truncated,
-            image=options.image,
-        )
-        try:
-            manifest = make_manifest(sources, selection, cache=cache, progress=progress.show, stats=False)
-        except TruncatedError as error:
-            raise DataError(f"{error}, or index its intact part with --truncated use") from error
-    counts = manifest.counts
-    size = format_bytes(int(manifest.sizes.clip(min=0).sum()))
-    seconds = time.monotonic() - began
-    print(f"{counted(len(manifest), 'shard')}, {int(counts.sum()):,} samples, {size}, {seconds:.1f} s")
-    print(f"  per shard   {int(counts.min()):,} to {int(counts.max()):,} samples")
-    for reason, count in manifest.dropped.items():
-        print(textwrap.fill(f"left out    {count:,} {reason}", 79, initial_indent="  "))
-    for name, count in manifest.truncated_shards():
-        print(f"  truncated   {name}: {count:,} samples kept")
-    print(f"  manifest    {manifest.fingerprint}")
-    print(f"  stored in   {folder}")
-    return 0

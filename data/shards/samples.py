@@ -1,16 +1,83 @@
-"""The used samples of many shards as one random-access list."""
+"""The shards of a source to train on, and their used samples as one random-access list.
 
-from collections.abc import Sequence
+Sources that are no shards are packed into shards in the cache first.
+"""
+
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from clipkit.errors import DataError
-from clipkit.samples import OpenShards, stored_index
-from clipkit.samples.remote import ShardCache, ShardFile
-from data.captions import CaptionRule, json_members
+from clipkit.files import CountProgress, counted, format_bytes
+from clipkit.samples import (
+    FolderSamples,
+    MissingSplit,
+    OpenShards,
+    TruncatedError,
+    find_source,
+    has_captions,
+    stored_index,
+)
+from clipkit.samples.remote import ShardCache, ShardFile, index_folder, shard_cache
+from data.captions import CaptionRule, Filter, json_members
+from data.corpora.builtin import BUILTIN, built_in
+from data.options import IndexOptions
 from data.selection import SelectedShard, Selection
 from data.shards.manifest import Manifest, make_manifest
 
 _FETCHING = 4  # shards that one process downloads at a time
+
+
+def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
+    """Return the tars of a source in order; a built-in dataset is created on first use."""
+    if source in BUILTIN and not Path(source).exists():
+        source = str(built_in(source))
+    try:
+        files = find_source(source, split=split)
+    except DataError as error:
+        if source.isalnum() and "no such file" in str(error):
+            raise DataError(f"{error}, nor a built-in dataset ({', '.join(sorted(BUILTIN))})") from error
+        raise
+    if files.format == "shards":
+        return list(files.files)
+    if files.format == "images" and not _is_labeled(files.folder):
+        raise DataError(
+            f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
+            "and captions into a table, or move the images into a folder for each class"
+        )
+    from data.pack import (  # imports libraries that training on shards does not need
+        has_split_column,
+        pack_into_cache,
+    )
+
+    packed_split = "" if files.split == "train" else files.split
+    if files.folder is not None:
+        folder = pack_into_cache([files.folder], packed_split)
+    elif files.files[0].is_remote:
+        folder = pack_into_cache(list(files.files), packed_split)
+    else:
+        folder = pack_into_cache([Path(file.url) for file in files.files], packed_split)
+    # rows that state no split belong to every split; they are packed as train
+    if not files.split and not has_split_column(folder):
+        split = "train"
+    try:
+        return list(find_source(str(folder), split=split).files)
+    except MissingSplit as error:
+        raise MissingSplit(str(error).replace(str(folder), source)) from error
+
+
+def _is_labeled(folder: Path | None) -> bool:
+    """Whether the images of a folder have captions, or are in a subfolder for each class."""
+    return folder is not None and (has_captions(folder) or bool(FolderSamples(folder).class_names))
+
+
+def find_all_shards(sources: Iterable[str], *, split: str = "train") -> list[ShardFile]:
+    """Return the tars of all sources in order."""
+    return list(chain.from_iterable(find_shards(source, split=split) for source in sources))
 
 
 class Sample(NamedTuple):
@@ -115,3 +182,37 @@ class Shards(OpenShards[SelectedShard]):
 
     def _new_shard(self, index: int) -> SelectedShard:
         return SelectedShard(self.manifest.shard(index), self.selection, self.cache)
+
+
+def run_index(options: IndexOptions) -> int:
+    """Run ``python -m data index``."""
+    began = time.monotonic()
+    folder = index_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):  # an unwritable cache would be ignored
+        pass
+    sources = [find_shards(source, split=options.split) for source in options.sources]
+    cache = shard_cache(options.sources, options.cache_gb)
+    with CountProgress("indexing shards", total=sum(map(len, sources)), shown=not options.quiet) as progress:
+        selection = Selection(
+            filters=tuple(map(Filter.of, options.filters)),
+            captions=CaptionRule(fields=options.captions),
+            truncated=options.truncated,
+            image=options.image,
+        )
+        try:
+            manifest = make_manifest(sources, selection, cache=cache, progress=progress.show, stats=False)
+        except TruncatedError as error:
+            raise DataError(f"{error}, or index its intact part with --truncated use") from error
+    counts = manifest.counts
+    size = format_bytes(int(manifest.sizes.clip(min=0).sum()))
+    seconds = time.monotonic() - began
+    print(f"{counted(len(manifest), 'shard')}, {int(counts.sum()):,} samples, {size}, {seconds:.1f} s")
+    print(f"  per shard   {int(counts.min()):,} to {int(counts.max()):,} samples")
+    for reason, count in manifest.dropped.items():
+        print(textwrap.fill(f"left out    {count:,} {reason}", 79, initial_indent="  "))
+    for name, count in manifest.truncated_shards():
+        print(f"  truncated   {name}: {count:,} samples kept")
+    print(f"  manifest    {manifest.fingerprint}")
+    print(f"  stored in   {folder}")
+    return 0

@@ -173,6 +173,15 @@ def test_help_describes_values_and_defaults() -> None:
     assert "internal" not in text
 
 
+def test_a_switch_and_its_opposite_exclude_each_other() -> None:
+    parser = build_parser(DATA, prog="data")
+    for words in (["--upright", "--no-upright"], ["--no-upright", "--upright"]):
+        with pytest.raises(ConfigError, match="--upright and --no-upright exclude each other"):
+            parser.parse_args(["inspect", "pairs", *words])
+    for words, is_on in ((["--upright"] * 2, True), (["--no-upright"], False)):
+        assert parser.parse_args(["inspect", "pairs", *words]).upright is is_on
+
+
 def test_fixed_and_omitted_options_are_not_offered() -> None:
     command = Command(options=Every, run="math:sqrt", without=frozenset({"text"}), fixed={"count": 5})
     parser = build_parser({"every": command}, prog="program")

@@ -19,9 +19,8 @@ from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule
 from data.loader import Loader, caption_hash, ids_and_identities, token_lengths
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 
 ROOT = Path(__file__).parents[2]
 HASH, EMPTY = 6776802137977632137, 6510301506637419378

@@ -26,9 +26,8 @@ from data.augment import (
 )
 from data.loader import Loader, LoaderBatch
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 from tests.clipkit.made_images import IMAGES, encoded, image_file, scene
 
 CHANGED = Augmentation(crop_scale=0.4, flip=0.5, color_jitter=0.4, grayscale=0.2)

@@ -1,6 +1,8 @@
 """Tests of downloading the images of a table from a server that fails in many ways."""
 
 import csv
+import errno
+import fcntl
 import hashlib
 import io
 import json
@@ -37,7 +39,7 @@ from data.options import DownloadOptions, FetchOptions, PackOptions
 from data.pack import pack
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.sources import find_shards
+from data.shards.samples import find_shards
 from data.training_data import packed_images
 from eval.readers import open_dataset
 from tests.clipkit.samples.remote import servers
@@ -256,6 +258,20 @@ def test_urls_one_per_line_have_no_captions(
     found = download(tmp_path / "urls.csv", tmp_path / "few", DownloadOptions(resize="no"), fetch=QUICK)
     assert found.kept == 1 and found.caption_column == "caption"
     assert found.failures == {"more cells than columns: put cells that contain ',' in quotes": 1}
+
+
+def test_filesystem_without_locks_is_a_warning(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    (tmp_path / "urls.txt").write_text(f"{server.url}/img/1.jpg\n")
+    assert (
+        download(tmp_path / "urls.txt", tmp_path / "out", DownloadOptions(resize="no"), fetch=QUICK).kept == 1
+    )
+    assert f"warning: {tmp_path / 'out'} is on a filesystem without file locks" in capsys.readouterr().err
 
 
 def test_host_that_always_sends_retry_after_is_given_up(server: Server, tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from data.options import PackOptions
 from data.pack import pack, pack_into_cache
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from data.training_data import packed_images
 
 NAMES = ("a.png", "b.png", "c.png", "sub/a.png")

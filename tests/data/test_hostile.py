@@ -17,8 +17,7 @@ from clipkit.samples.tar import list_tar_files
 from data.captions import CaptionRule, Filter
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from tests.data.hostile_tars import GOOD, HOSTILE, PAIRS, header, tar_of
 
 ROOT = Path(__file__).parents[2]

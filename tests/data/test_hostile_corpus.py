@@ -23,8 +23,7 @@ from data.loader import Loader
 from data.order import Order
 from data.selection import Selection
 from data.shards.manifest import make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from tests.clipkit.hostile_images import HOSTILE, PIXELS, made
 from tests.data.hostile_tars import tar_of
 

@@ -27,9 +27,8 @@ from data.augment import Augmentation
 from data.captions import CaptionRule
 from data.loader import Loader, caption_hash
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 from tests.clipkit.deep_images import color_png
 
 CPU = torch.device("cpu")

@@ -21,15 +21,14 @@ from clipkit.samples.remote.cache import cache_folder
 from data.__main__ import main as pack_command
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from eval.readers import open_dataset
 from tests.clipkit.format_images import bands_of, dicom_of, npy_of, npz_of
 from tests.clipkit.samples.remote import servers
 
 nginx = servers.nginx
 
-FIND = "import sys; from data.sources import find_shards; print(find_shards(sys.argv[1])[0].url)"
+FIND = "import sys; from data.shards.samples import find_shards; print(find_shards(sys.argv[1])[0].url)"
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,8 @@ from clipkit.errors import DataError
 from clipkit.model.tokenizer import ClipTokenizer
 from data.loader import DeviceBatches, InputSeconds, Loader, LoaderBatch
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 
 CPU = torch.device("cpu")
 BATCH, STEPS = 4, 8

@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings, strategies as st
 from clipkit.errors import DataError
 from clipkit.samples import sources
 from clipkit.samples.remote.store import ShardFile, is_remote
+from data.shards.samples import find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 
 nginx = servers.nginx

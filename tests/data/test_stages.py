@@ -18,9 +18,8 @@ from clipkit.model.tokenizer import END_OF_TEXT, ClipTokenizer, tokenize
 from data.augment import Augmentation
 from data.loader import Loader, Stage, stage_at
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 
 BATCH, STEPS, FULL = 4, 7, 64
 STAGES = (

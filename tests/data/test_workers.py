@@ -151,7 +151,7 @@ from clipkit.model.tokenizer import ClipTokenizer
 from data.loader import Loader
 from data.order import Order
 from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import find_shards
 
 def main():
     shards = Shards.of(find_shards(sys.argv[1]))

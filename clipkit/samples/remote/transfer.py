@@ -230,9 +230,6 @@ def encode_url(text: str) -> "yarl.URL":
     """Parse a URL; only characters that are invalid in a URL are percent-encoded, and the host by IDNA.
 
     The fragment, which is not sent, is dropped.
-
-    Raises:
-        ValueError: it is not a URL.
     """
     import yarl
 

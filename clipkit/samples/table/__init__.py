@@ -113,9 +113,6 @@ class Table:
             ``bytes`` (the hub's image datasets); paths of such rows are bytes or dicts.
         others: names of other columns to read; None for all of them.
 
-    Raises:
-        DataError: the file is missing or not a table of a known kind, or a column is missing or cannot be found.
-
     Attributes:
         image_column: name of the column with the paths; "" if there is none.
         caption_column: name of the column with the captions; "" if there is none.
@@ -138,7 +135,7 @@ class Table:
     ) -> None:
         if not path.is_file():
             raise DataError(f"{path} is not a file: expected {_EXPECTED}")
-        suffix = _suffix_of(path.name)
+        suffix = Path(path.name.lower().removesuffix(_GZIP)).suffix
         if suffix not in _FORMATS:
             actual = suffix or "a file without a suffix"
             raise DataError(f"{path}: expected {_EXPECTED}, not {actual}")
@@ -181,9 +178,6 @@ class Table:
 
         Paths are relative to the folder of the table, or else to one of the folders in it, such as ``Images`` of
         Flickr8k. Every row is looked up by itself, so the order of rows does not matter.
-
-        Raises:
-            DataError: it is a web address.
         """
         return listed_path(self.find_folder(text) or self.path.parent, text)
 
@@ -304,9 +298,6 @@ def read_split(fields: Mapping[str, Any], *, file_split: str = "") -> str:
     """Return the split that the column ``split`` of a row states, such as "val" for "dev".
 
     Without this column, the row is in the split of the file, which may be "".
-
-    Raises:
-        DataError: the rows of an image are in several splits, or not in the split of the file.
     """
     value = next((value for column, value in fields.items() if plain_name(column) == "split"), None)
     if isinstance(value, list):
@@ -359,10 +350,6 @@ def _subfolders(folder: Path) -> list[Path]:
         )
         return folders[:_MOST_FOLDERS]
     return []
-
-
-def _suffix_of(name: str) -> str:
-    return Path(name.lower().removesuffix(_GZIP)).suffix
 
 
 def _is_list_of_text(kind: str) -> bool:

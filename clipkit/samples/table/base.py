@@ -237,11 +237,7 @@ def _read_list(text: str) -> object:
 
 
 def parse_captions(value: object) -> list[str]:
-    """Return the captions in a cell as its format reads it, see ``find_texts`` and ``usable_texts``.
-
-    Raises:
-        DataError: it is a list that cannot be read.
-    """
+    """Return the captions in a cell as its format reads it, see ``find_texts`` and ``usable_texts``."""
     return usable_texts(find_texts(value))
 
 

@@ -251,6 +251,32 @@ def test_image_query_finds_the_same_image(
     assert page.read_text(encoding="utf-8").count("data:image/jpeg;base64,") == 14
 
 
+def test_thumbnails_are_of_the_member_that_was_encoded(encoded: Path, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name, color in (
+            ("a.png", "red"),
+            ("a.seen", "blue"),
+            ("a.txt", ""),
+            ("b.seen", "blue"),
+            ("b.txt", ""),
+        ):
+            content = io.BytesIO(b"text")
+            if color:
+                Image.new("RGB", (20, 20), color).save(content, "PNG")
+            member = tarfile.TarInfo(name)
+            member.size = len(content.getvalue())
+            content.seek(0)
+            tar.addfile(member, content)
+    arguments = ["--model", str(encoded / "model"), "--out", str(tmp_path / "embeddings"), "--quiet"]
+    assert dispatch(["encode", str(tmp_path / "0.tar"), "--image", "seen", *arguments]) == 0
+    embeddings = Embeddings(tmp_path / "embeddings")
+    hits = embeddings.search(torch.nn.functional.normalize(torch.ones(embeddings.width), dim=0), 20)
+    assert sorted(hit.path for hit in hits) == ["a", "b"]
+    for hit in hits:
+        red, _, blue = np.asarray(Image.open(io.BytesIO(thumbnail(hit, 8)))).mean(axis=(0, 1))
+        assert blue > red
+
+
 def test_images_in_shards_have_thumbnails(encoded: Path) -> None:
     embeddings = Embeddings(encoded / "embeddings")
     hits = embeddings.search(torch.nn.functional.normalize(torch.ones(embeddings.width), dim=0), 20)

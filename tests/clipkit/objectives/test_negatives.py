@@ -23,9 +23,8 @@ from clipkit.training.step import batch_loss
 from data.captions import CaptionRule
 from data.loader import Loader, caption_hash
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 from tests.small_trainings import Trainings, error_of, metrics, pairs, trainings
 
 __all__ = ["pairs", "trainings"]

@@ -103,6 +103,23 @@ names = st.builds(
 members = st.lists(st.tuples(names, st.binary(max_size=1100)), max_size=12)
 
 
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["jpg", "txt", "json"]), min_size=1, max_size=3, unique=True), max_size=4
+    ),
+    st.integers(1, 3),
+)
+def test_samples_have_their_own_members(kinds: list[list[str]], repeated: int) -> None:
+    """Also if all samples have the same number of members, or the same members."""
+    samples = kinds * repeated
+    tar = [(f"{i}.{name}", 512 * i, j) for i, kind in enumerate(samples) for j, name in enumerate(kind)]
+    found = index.index_members("0.tar", tar)
+    for row, kind in enumerate(samples):
+        assert found.members(row) == tuple(kind)
+        spans = found.spans(found.find_layout(row), kind)
+        assert spans == [(512 * row, size) for size in range(len(kind))]
+
+
 @settings(deadline=None, max_examples=60)
 @given(members=members, folders=st.booleans(), form=st.sampled_from(sorted(FORMATS)))
 def test_index_equals_tarfile(

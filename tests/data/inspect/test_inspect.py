@@ -21,8 +21,7 @@ from data.__main__ import main
 from data.augment import Augmentation
 from data.inspect.report import notes, render_page
 from data.inspect.samples import token_counts
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from tests.clipkit.deep_images import color_png
 from tests.clipkit.format_images import bands_of
 from tests.clipkit.samples.remote import servers

@@ -15,9 +15,8 @@ import webdataset
 from clipkit.errors import DataError
 from clipkit.samples import ShardSamples, shards as shards_module
 from clipkit.samples.remote.store import ShardFile
-from data.shards.samples import Sample, Shards
+from data.shards.samples import Sample, Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 
 
 @pytest.fixture(autouse=True)

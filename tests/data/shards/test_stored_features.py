@@ -26,10 +26,9 @@ from clipkit.options import EncodeOptions
 from data.captions import CaptionRule
 from data.loader import Loader
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures, StoredRows
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")

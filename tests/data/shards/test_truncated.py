@@ -14,8 +14,7 @@ from clipkit.samples.tar import TruncatedError
 from data.__main__ import main
 from data.selection import Selection
 from data.shards.manifest import Manifest, make_manifest
-from data.shards.samples import Shards
-from data.sources import find_shards
+from data.shards.samples import Shards, find_shards
 from tests.clipkit.samples.remote import servers
 
 nginx, impatient = servers.nginx, servers.impatient

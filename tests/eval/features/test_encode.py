@@ -1,7 +1,10 @@
 """Tests of the encoder: images and texts are encoded once across datasets, tasks and processes."""
 
 import copy
+import errno
+import fcntl
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -52,6 +55,25 @@ def test_tasks_and_runs_share_images_and_texts(
         expected = clipkit.encode_image(images, model)
         torch.testing.assert_close(subject.images().projected, expected, atol=1e-6, rtol=0)
     assert again.encoded == {"images": 0, "texts": 0}
+
+
+def test_filesystem_without_locks_is_a_warning(
+    model: CLIP,
+    write_dataset: WriteDataset,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    dataset = write_dataset("one")
+    for images in (23, 0):
+        encoder = Encoder(model, store=tmp_path / "features")
+        evaluate(Subject(encoder, open_dataset(dataset)), tasks=["zero-shot"])
+        assert encoder.encoded["images"] == images
+    assert "is on a filesystem without file locks" in capsys.readouterr().err
 
 
 def test_other_weights_or_dtype_share_no_features(

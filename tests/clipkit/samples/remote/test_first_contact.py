@@ -17,7 +17,7 @@ from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import ShardFile, describe_files, download, read_range
 from clipkit.samples.remote.transfer import Patience
-from data.sources import find_shards
+from data.shards.samples import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx, error_of, whole
 

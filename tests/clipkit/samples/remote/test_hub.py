@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clipkit.samples.remote import HUB_FORM, describe_files, list_folder, transfer
-from data.sources import find_shards
+from data.shards.samples import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import Nginx, error_of
 

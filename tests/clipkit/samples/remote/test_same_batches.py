@@ -22,9 +22,8 @@ from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples.remote.cache import ShardCache
 from data.loader import Loader
 from data.order import Order
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 
 ROOT = Path(__file__).parents[3]

@@ -21,9 +21,8 @@ from clipkit.files import redact_url
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import ShardFile, describe_files, download, list_folder, read_range
-from data.shards.samples import Shards
+from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
-from data.sources import find_shards
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, SECRETS, Nginx, Unruly, error_of, whole
 
