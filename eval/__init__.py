@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset as EvalDataset
     from eval.datasets.targets import find_targets as find_targets
+    from eval.features.adapters import mteb_model as mteb_model
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
-    from eval.features.mteb import mteb_model as mteb_model
     from eval.readers import Members as Members, open_dataset as open_dataset, open_datasets as open_datasets
-    from eval.results.scores import (
+    from eval.results import (
         Score as Score,
         append_results as append_results,
         latest_results as latest_results,
@@ -34,9 +34,9 @@ _MODULES = {
     "eval.datasets.dataset": ("EvalDataset",),
     "eval.datasets.targets": ("find_targets",),
     "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
-    "eval.features.mteb": ("mteb_model",),
+    "eval.features.adapters": ("mteb_model",),
     "eval.readers": ("Members", "open_dataset", "open_datasets"),
-    "eval.results.scores": (
+    "eval.results": (
         "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
     ),
     "eval.run": ("check_tasks", "evaluate"),
