@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from eval.datasets.targets import find_targets as find_targets
     from eval.features.adapters import mteb_model as mteb_model
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
-    from eval.readers import Members as Members, open_dataset as open_dataset, open_datasets as open_datasets
+    from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
+    from eval.readers.shards import Members as Members
     from eval.results import (
         Score as Score,
         append_results as append_results,
-        latest_results as latest_results,
         provenance as provenance,
         read_results as read_results,
         weights_id as weights_id,
@@ -35,10 +35,9 @@ _MODULES = {
     "eval.datasets.targets": ("find_targets",),
     "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
     "eval.features.adapters": ("mteb_model",),
-    "eval.readers": ("Members", "open_dataset", "open_datasets"),
-    "eval.results": (
-        "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
-    ),
+    "eval.readers": ("open_dataset", "open_datasets"),
+    "eval.readers.shards": ("Members",),
+    "eval.results": ("Score", "append_results", "provenance", "read_results", "weights_id"),
     "eval.run": ("check_tasks", "evaluate"),
     "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),

@@ -369,10 +369,10 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
         return compare_statistics(statistic(values, labels), statistic(others, labels), len(labels))
     if metric is None or metric.items is None or labels is None:
         return None
+    if not {*metric.items_from} <= first.right.keys() & second.right.keys():
+        return None
     items = []
     for details in (first, second):
-        if not details.right.keys() >= {*metric.items_from}:
-            return None
         right = {source: align(details.right[source].tensor(), labels) for source in metric.items_from}
         items.append(metric.items(right, labels))
     return compare_means(*items)

@@ -256,7 +256,6 @@ def hsic(left: Tensor, right: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------
 # The page: one self-contained file for one or two models.
 
-
 _SIDE = 192  # of an image, in pixels
 _TILE = 34  # side of a filter, in pixels
 _COLUMNS = 7  # of filters

@@ -33,7 +33,7 @@ from eval.datasets.targets import Target, find_targets, open_available, open_sui
 from eval.features.adapters import TIMM, load_image_model, text_tower_error
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.options import ScoreOptions, ScoringOptions
-from eval.readers import Members
+from eval.readers.shards import Members
 from eval.report.terminal import score_table
 from eval.results import (
     Score,

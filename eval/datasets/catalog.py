@@ -142,7 +142,6 @@ def _tabulate_cards(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
 # --------------------------------------------------------------------------------------------------------------
 # The command ``new``.
 
-
 _SHOWN = 200  # characters of a source in a message
 _MAX_NUMBERED = 100_000  # classes without names
 _WIDTH = 100  # characters of a line of comments

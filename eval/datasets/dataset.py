@@ -282,7 +282,6 @@ def list_some(names: Sequence[str], most: int = 3) -> str:
 # --------------------------------------------------------------------------------------------------------------
 # Image files.
 
-
 _log = logging.getLogger("eval")
 
 

@@ -12,8 +12,9 @@ from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets import Card, MetricKind, card_names, imagenet_names, load_card, load_suite, read_card
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
-from eval.readers import Members, OpenOptions, find_published, open_dataset, open_each
+from eval.readers import OpenOptions, open_dataset, open_each
 from eval.readers.benchmarks import read_babel_languages, read_named_languages
+from eval.readers.shards import Members, find_published
 from eval.readers.torchvision import open_torchvision
 
 OWN_CARD = "card.toml"

@@ -39,18 +39,6 @@ from eval.readers.parquet import PARQUET_SUFFIXES, open_hugging_face
 from eval.readers.shards import Members, files_of_split, find_published, open_published, resolve_address
 from eval.readers.torchvision import check_known, open_torchvision
 
-__all__ = [
-    "READERS",
-    "Members",
-    "OpenOptions",
-    "Reader",
-    "find_published",
-    "open_dataset",
-    "open_datasets",
-    "open_each",
-    "open_torchvision",
-]
-
 _FETCHING = 4  # files fetched at a time
 _SHOWN = 200  # characters of a source in a message
 _TORCHVISION = "torchvision:"

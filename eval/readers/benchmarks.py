@@ -56,7 +56,6 @@ from eval.results import parse_json
 # --------------------------------------------------------------------------------------------------------------
 # SugarCrepe and ARO: a right and a wrong caption for each image.
 
-
 # The 157 relations of ARO's Visual Genome set for which both captions may be right; the authors' notebook excludes
 # them from the published mean (github.com/mertyg/vision-language-models-are-bows).
 _SYMMETRIC = """\
@@ -202,7 +201,6 @@ def _number_values(values: Sequence[object]) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------
 # Texts in several languages.
 
-
 _MAX_TEXT_BYTES = 1 << 30
 _CAPTIONS = "captions.jsonl"
 _IMAGES = "test_image_names.txt"
@@ -341,7 +339,6 @@ def read_babel_languages(folder: Path | str, labels: Sequence[int]) -> Mapping[s
 
 # --------------------------------------------------------------------------------------------------------------
 # Video frames.
-
 
 _MAX_TABLE_BYTES = 256 << 20
 _SETS = "pmsets.json"

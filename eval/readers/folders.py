@@ -147,7 +147,6 @@ def _open_pairs(
 # --------------------------------------------------------------------------------------------------------------
 # Folders of images by class, ``ROOT/<class>/*.jpg``.
 
-
 _ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing)"  # for messages
 _LIKE_A_SPLIT = re.compile(rf"(?:{'|'.join(SPLIT_WORDS)})(?![a-z])", re.IGNORECASE)
 

@@ -329,7 +329,6 @@ def _list_revisions(rows: Sequence[Record]) -> dict[str, str]:
 # --------------------------------------------------------------------------------------------------------------
 # Curves over images per class, layers and dimensions: means over the datasets that all curves have.
 
-
 _MOST_LAYERS = 13  # layer numbers that fit on an axis as wide as a phone
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
 _LAYER = re.compile(r"layer (\d{1,4})\b[ ,]*(.*)")
@@ -534,7 +533,6 @@ def _describe_shared(shared: Mapping[int, tuple[str, ...]], total: int) -> str:
 
 # --------------------------------------------------------------------------------------------------------------
 # Details of models on datasets: ranks, calibration, confusion, frequent mistakes and examples.
-
 
 _BLOCKS = 96  # models on datasets that are shown in detail
 _SHADES = 6  # of a confusion matrix

@@ -49,7 +49,6 @@ from eval.results.table import Record, Series, group_by, read_records
 # --------------------------------------------------------------------------------------------------------------
 # What the page shows of a run folder: config, metrics, scores, snapshots and bad samples.
 
-
 _METRICS = (
     "loss", "chance", "floor", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
     "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
@@ -286,7 +285,6 @@ def _read_bad_samples(run: Path, notes: list[str]) -> tuple[int, list[tuple[str,
 
 # --------------------------------------------------------------------------------------------------------------
 # The page.
-
 
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
 _MEAN = "mean_R@1"  # of both directions of retrieval

@@ -451,7 +451,6 @@ def read_all_details(results: Iterable[Path]) -> tuple[dict[tuple[str, ...], Det
 # --------------------------------------------------------------------------------------------------------------
 # Scores.
 
-
 PREFIX = re.compile(r"dim ([1-9]\d{0,6})\b[ ,]*(.*)")  # setting of a prefix of the embedding
 _HASH_DIGITS = 16
 
@@ -550,27 +549,6 @@ def read_results(path: Path) -> list[dict[str, Any]]:
         ]
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}") from error
-
-
-def latest_results(path: Path) -> list[dict[str, Any]]:
-    """Read the last line of each score of each model, in the order of first appearance.
-
-    A resumed training may have scored the same step twice.
-    """
-    defaults = {
-        "model": "",
-        "step": None,
-        "dataset": "",
-        "split": TEST,
-        "task": "",
-        "prompt_set": "",
-        "setting": "",
-    }
-    latest: dict[tuple[str, ...], dict[str, Any]] = {}
-    for line in read_results(path):
-        key = (*(str(line.get(name, default)) for name, default in defaults.items()), line["metric"])
-        latest[key] = line
-    return list(latest.values())
 
 
 def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, make_distinct, require_labels
 from eval.features.encoder import Encoder, dtype_name
 from eval.metrics import Answers
-from eval.results import latest_results
+from eval.results import read_results
 from eval.results.details import prediction_details
 from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
@@ -123,7 +123,8 @@ class ClassTraining:
         """Train on the images to learn from; return the metrics of the images to tune on."""
         run = self.folder / f"rate_{rate!r}"
         steps = self._train(head, run, rate, ("train",), title, [str(self.folder / _IMAGES)])
-        lines = latest_results(run / "results.jsonl")
+        lines = read_results(run / "results.jsonl")
+        # a resumed training may have scored the last step twice: the last line counts
         return {line["metric"]: float(line["value"]) for line in lines if line.get("step") == steps}
 
     def train_final(self, head: CLIP, rate: float, title: str) -> Path:
