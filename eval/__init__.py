@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset as EvalDataset
     from eval.datasets.targets import find_targets as find_targets
+    from eval.features.adapters import mteb_model as mteb_model
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
-    from eval.features.mteb import mteb_model as mteb_model
-    from eval.readers import Members as Members, open_dataset as open_dataset, open_datasets as open_datasets
-    from eval.results.scores import (
+    from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
+    from eval.readers.shards import Members as Members
+    from eval.results import (
         Score as Score,
         append_results as append_results,
-        latest_results as latest_results,
         provenance as provenance,
         read_results as read_results,
         weights_id as weights_id,
@@ -34,11 +34,10 @@ _MODULES = {
     "eval.datasets.dataset": ("EvalDataset",),
     "eval.datasets.targets": ("find_targets",),
     "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
-    "eval.features.mteb": ("mteb_model",),
-    "eval.readers": ("Members", "open_dataset", "open_datasets"),
-    "eval.results.scores": (
-        "Score", "append_results", "latest_results", "provenance", "read_results", "weights_id",
-    ),
+    "eval.features.adapters": ("mteb_model",),
+    "eval.readers": ("open_dataset", "open_datasets"),
+    "eval.readers.shards": ("Members",),
+    "eval.results": ("Score", "append_results", "provenance", "read_results", "weights_id"),
     "eval.run": ("check_tasks", "evaluate"),
     "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),

@@ -33,7 +33,6 @@ def _parser() -> Parser:
 
 
 def _program() -> int:
-    """Run the command, together with all ranks that torchrun started."""
     command = select_command(COMMANDS, _parser().parse_args())
     from clipkit import distributed
 

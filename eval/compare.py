@@ -33,14 +33,13 @@ from eval.options import CompareOptions
 from eval.report import print_notes
 from eval.report.tables import format_setting, join_words
 from eval.report.terminal import GAP, LEAST_NAME, WIDTH, Fitted, break_name, format_metric
-from eval.results.records import Details, details_folder, read_all_details
-from eval.results.scores import PREFIX
+from eval.results import PREFIX, Details, details_folder, read_all_details
 from eval.results.table import PROMPTED, Model, Record, ResultTable, group_by, read_table, split_checkpoint
 
 LEVEL = 0.05
 _ROUNDING = 1e-4  # between a score and the mean over its items
 _LEAST_DIGITS = 6  # of a hash, to name weights by its start
-_FORM = "`compare MODEL_A MODEL_B --results FILE`"
+_USAGE = "`compare MODEL_A MODEL_B --results FILE`"
 _NO_DETAILS = "there are no per-item details: `python -m eval run --model M --data D` writes them"
 _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
 
@@ -49,16 +48,8 @@ _Kind = tuple[str, str, str, str]  # dataset, split, task, setting
 class Difference:
     """One metric of two models on one dataset.
 
-    Attributes:
-        dataset: its name.
-        task: as in the scores.
-        setting: as in the scores.
-        prompt_set: the prompt set of both models.
-        metric: as in the scores.
-        first: the first model's value.
-        second: the second model's value.
-        test: the second minus the first, with its 95% interval and the uncorrected p.
-        p: corrected by Holm's procedure.
+    ``test`` is the second value minus the first, with its 95% interval and the uncorrected p; ``p`` is corrected by
+    Holm's procedure.
     """
 
     dataset: str
@@ -146,7 +137,6 @@ def compare(results: Sequence[Path], first: str, second: str) -> ModelComparison
 
 
 def _correct_p(differences: Sequence[Difference]) -> tuple[Difference, ...]:
-    """Correct p by Holm's procedure over the datasets of each task, setting and metric."""
     corrected: dict[int, Difference] = {}
     family_of = attrgetter("task", "setting", "metric")
     families = group_by(range(len(differences)), lambda i: family_of(differences[i]))
@@ -167,7 +157,7 @@ def _find_models(
     file_of: dict[str, Path | None] = {}
     for name in (first, second):
         file_of[name] = None
-        if not any(_goes_by(model, name) for model in models):
+        if not any(_matches_name(model, name) for model in models):
             path = _find_results(name)
             run, checkpoint = split_checkpoint(name)
             if path is not None:
@@ -177,7 +167,7 @@ def _find_models(
                     file_of[name] = path
     if not files:
         raise ConfigError(
-            f"{first!r} is neither a results file nor a run folder: to name a model, use {_FORM}"
+            f"{first!r} is neither a results file nor a run folder: to name a model, use {_USAGE}"
         )
     files = list(dict.fromkeys(files))
     table = read_table(files)
@@ -209,15 +199,15 @@ def _find_results(name: str) -> Path | None:
     return path
 
 
-def _goes_by(model: Model, name: str) -> bool:
+def _matches_name(model: Model, name: str) -> bool:
     """Whether a name refers to a model; a checkpoint's name does not match other checkpoints of its run."""
     plain, checkpoint = split_checkpoint(name)
     if checkpoint:
-        number = checkpoint.removeprefix("step_")
-        if model.step is not None and number.isdecimal():
-            if int(number) != model.step:
+        digits = checkpoint.removeprefix("step_")
+        if model.step is not None and digits.isdecimal():
+            if int(digits) != model.step:
                 return False
-        elif all(split_checkpoint(each)[1] != checkpoint for each in model.names):
+        elif all(split_checkpoint(other)[1] != checkpoint for other in model.names):
             return False
     start = name.removeprefix("sha256:")
     begins = len(start) >= _LEAST_DIGITS and model.weights.removeprefix("sha256:").startswith(start)
@@ -231,7 +221,7 @@ def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: 
         matches = [i for i, model in enumerate(models) if path in model.files]
     else:
         matches = [i for i, model in enumerate(models) if name in (model.label, model.weights, *model.names)]
-        matches = matches or [i for i, model in enumerate(models) if _goes_by(model, name)]
+        matches = matches or [i for i, model in enumerate(models) if _matches_name(model, name)]
     labels = ", ".join(models[i].label for i in matches)
     if len({models[i].run for i in matches}) == 1 and not checkpoint:
         all_steps = {step for i in matches for step in (models[i].step, *models[i].earlier_steps)}
@@ -246,16 +236,16 @@ def _select_model(models: Sequence[Model], name: str, path: Path | None, notes: 
     if path is not None and not matches:
         raise DataError(f"there are no scores in {path}")
     if path is not None:
-        form = _FORM.replace("FILE", str(path))
+        form = _USAGE.replace("FILE", str(path))
         raise ConfigError(f"{path} contains several models ({labels}): choose one with {form}")
     if matches:
-        raise ConfigError(f"{name!r} matches several models: choose one of {labels} with {_FORM}")
+        raise ConfigError(f"{name!r} matches several models: choose one of {labels} with {_USAGE}")
     if checkpoint and any(run in model.names for model in models):
         raise ConfigError(
             f"no scores for checkpoint {name!r}: score it with `python -m eval run --model {name}`"
         )
-    known = nearest(name, [model.label for model in models])
-    raise ConfigError(f"no results for model {name!r}, and no such file or run folder: {known}")
+    hint = nearest(name, [model.label for model in models])
+    raise ConfigError(f"no results for model {name!r}, and no such file or run folder: {hint}")
 
 
 def _test_metrics(
@@ -275,9 +265,9 @@ def _test_metrics(
     if PREFIX.fullmatch(setting):
         yield "scores of prefixes of the embedding have no details"
         return
-    first_rows, second_rows = (group_by(own_rows, attrgetter("prompt_set")) for own_rows in rows)
+    first_rows, second_rows = (group_by(model_rows, attrgetter("prompt_set")) for model_rows in rows)
     if not first_rows.keys() & second_rows.keys():
-        first, second = (next(iter(own_rows)) or "none" for own_rows in (first_rows, second_rows))
+        first, second = (next(iter(prompt_sets)) or "none" for prompt_sets in (first_rows, second_rows))
         yield f"the prompt sets differ ({first} and {second})"
     for prompt_set in first_rows:
         if prompt_set not in second_rows:
@@ -286,11 +276,11 @@ def _test_metrics(
         scores = [(row, others[row.metric]) for row in first_rows[prompt_set] if row.metric in others]
         keys = [(model.weights, dataset, split, task, prompt_set, setting) for model in models]
         first_details, second_details = (details.get(key) for key in keys)
-        if (reason := _find_difference(scores)) is not None:
+        if (reason := _find_obstacle(scores)) is not None:
             yield reason
         elif first_details is None or second_details is None:
             yield _NO_DETAILS
-        elif (reason := _find_other_items(first_details, second_details)) is not None:
+        elif (reason := _find_item_obstacle(first_details, second_details)) is not None:
             yield reason
         else:
             for row, other in scores:
@@ -298,9 +288,8 @@ def _test_metrics(
 
 
 def _test_score(row: Record, other: Record, first: Details, second: Details) -> Difference | str:
-    """Test one metric item by item, or say why it cannot be tested."""
     try:
-        test = _test(row.metric, first, second)
+        test = _compare_items(row.metric, first, second)
     except DataError as error:
         return f"{row.metric}: {error}"
     if test is None:
@@ -320,7 +309,7 @@ def _test_score(row: Record, other: Record, first: Details, second: Details) -> 
     )
 
 
-def _find_difference(scores: Sequence[tuple[Record, Record]]) -> str | None:
+def _find_obstacle(scores: Sequence[tuple[Record, Record]]) -> str | None:
     """Return why scores of two models are not comparable, or None."""
     for first, second in scores:
         if first.data_revision and second.data_revision not in ("", first.data_revision):
@@ -336,8 +325,7 @@ def _find_difference(scores: Sequence[tuple[Record, Record]]) -> str | None:
     return None if scores else "the models have no metric in common"
 
 
-def _find_other_items(first: Details, second: Details) -> str | None:
-    """Return why details are not of the same items, or None."""
+def _find_item_obstacle(first: Details, second: Details) -> str | None:
     if first.data_revision and second.data_revision not in ("", first.data_revision):
         return f"the details come from different data ({first.data_revision} and {second.data_revision})"
     if first.n != second.n:
@@ -351,42 +339,43 @@ def _find_other_items(first: Details, second: Details) -> str | None:
     return None if same else "the items in the details differ in order or labels"
 
 
-def _test(metric: str, first: Details, second: Details) -> Comparison | None:
+def _compare_items(name: str, first: Details, second: Details) -> Comparison | None:
     """Test a metric item by item; None if the details lack the required values."""
 
-    def aligned(values: Tensor, like: Tensor) -> Tensor:
-        if len(values) != len(like) or not len(values):
-            raise DataError(f"the details have {len(like):,} and {len(values):,} items")
+    def align(values: Tensor, others: Tensor) -> Tensor:
+        if len(values) != len(others) or not len(values):
+            raise DataError(f"the details have {len(others):,} and {len(values):,} items")
         return values
 
-    if metric in first.right and metric in second.right:
-        correct = first.right[metric].tensor()
-        return compare_correct(correct, aligned(second.right[metric].tensor(), correct))
-    known = METRICS.get("mean_top1_top5" if metric == "mean_of_top1_and_top5" else metric)  # an older name
+    if name in first.right and name in second.right:
+        correct = first.right[name].tensor()
+        return compare_correct(correct, align(second.right[name].tensor(), correct))
+    metric = METRICS.get("mean_top1_top5" if name == "mean_of_top1_and_top5" else name)  # an older name
     labels = None if first.labels is None else first.labels.tensor()
-    if metric in first.values and metric in second.values:
-        values = first.values[metric].tensor()
-        others = aligned(second.values[metric].tensor(), values)
-        if known is not None and known.row_statistic is not None:
+    if name in first.values and name in second.values:
+        values = first.values[name].tensor()
+        others = align(second.values[name].tensor(), values)
+        if metric is not None and metric.row_statistic is not None:
             if len(values) % first.n:
                 raise DataError(f"the details have {len(values):,} values of {first.n:,} items")
-            rows, other_rows = (own.view(first.n, -1).double().numpy() for own in (values, others))
-            return compare_statistics(known.row_statistic(rows), known.row_statistic(other_rows), first.n)
-        if known is None or known.item_statistic is None:
+            rows, other_rows = (flat.view(first.n, -1).double().numpy() for flat in (values, others))
+            return compare_statistics(metric.row_statistic(rows), metric.row_statistic(other_rows), first.n)
+        if metric is None or metric.item_statistic is None:
             return compare_means(values, others)
         if labels is None:
             return None
-        one, two = (known.item_statistic(own, aligned(labels, values)) for own in (values, others))
-        return compare_statistics(one, two, len(labels))
-    if known is None or known.items is None or labels is None:
+        align(labels, values)
+        statistic = metric.item_statistic
+        return compare_statistics(statistic(values, labels), statistic(others, labels), len(labels))
+    if metric is None or metric.items is None or labels is None:
         return None
-    if not all({*known.items_from} <= {*one.right} for one in (first, second)):
+    if not {*metric.items_from} <= first.right.keys() & second.right.keys():
         return None
     items = []
     for details in (first, second):
-        right = {name: aligned(details.right[name].tensor(), labels) for name in known.items_from}
-        items.append(known.items(right, labels))
-    return compare_means(items[0], items[1])
+        right = {source: align(details.right[source].tensor(), labels) for source in metric.items_from}
+        items.append(metric.items(right, labels))
+    return compare_means(*items)
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -417,13 +406,14 @@ def comparison_table(comparison: ModelComparison) -> RenderableType:
     A section has the datasets over which p was corrected (one task, setting and metric), or all metrics of a single
     dataset. Narrow terminals show fewer columns; the difference is the last to be left out.
     """
-    return Fitted(lambda width: _differences(comparison, min(width, WIDTH)))
+    return Fitted(lambda width: _tabulate_differences(comparison, min(width, WIDTH)))
 
 
-def _differences(comparison: ModelComparison, width: int) -> Group:
+def _tabulate_differences(comparison: ModelComparison, width: int) -> Group:
     differences = comparison.differences
     columns = {
-        head: max(len(row[i]) for row in (_HEADS, *map(_texts, differences))) for i, head in enumerate(_HEADS)
+        head: max(len(row[i]) for row in (_HEADS, *map(_format_cells, differences)))
+        for i, head in enumerate(_HEADS)
     }
     for head in _LEFT_OUT:
         if LEAST_NAME + sum(column + GAP for column in columns.values()) > width:
@@ -454,7 +444,7 @@ def _differences(comparison: ModelComparison, width: int) -> Group:
         shown.append(Text(("\n" if shown else "") + printable(title), style="bold"))
         texts = []
         for name, difference in rows:
-            texts.append((name, _texts(difference), "bold" if difference.beyond_chance else ""))
+            texts.append((name, _format_cells(difference), "bold" if difference.beyond_chance else ""))
         shown.append(grid(texts))
     count = sum(difference.beyond_chance for difference in differences)
     return Group(
@@ -478,8 +468,7 @@ def _describe_kind(difference: Difference) -> str:
     )
 
 
-def _texts(difference: Difference) -> tuple[str, ...]:
-    """Format a row without its name."""
+def _format_cells(difference: Difference) -> tuple[str, ...]:
     factor, unit = 1, ""
     if is_fraction(difference.metric, difference.first, difference.second):
         factor, unit = 100, "%"

@@ -37,11 +37,11 @@ from clipkit.model import (
 )
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_targets
+from eval.features.adapters import TIMM, ImageModel, load_image_model
 from eval.features.encoder import Encoder
-from eval.features.image_models import TIMM, ImageModel, load_image_model
 from eval.options import InternalsOptions
 from eval.report.charts import TEMPLATES
-from eval.results.scores import Score
+from eval.results import Score
 from eval.tasks import Options
 from eval.tasks.classify import zero_shot
 from eval.tasks.subject import Subject
@@ -73,13 +73,7 @@ class Internals:
 
 @torch.no_grad()
 def analyze_tower(model: CLIP, images: Tensor, *, shown: int = 6) -> Internals:
-    """Analyze the image tower of one model.
-
-    Args:
-        model: the model.
-        images: (B, 3, S, S) uint8 on its device.
-        shown: number of images for which attention is rolled out, the first ones.
-    """
+    """Analyze the image tower of a model on (B, 3, S, S) uint8 images; roll attention out for the first ones."""
     internals = Internals(filters=_find_filters(model), positions=_compare_positions(model))
     internals.layers = list(find_layers(model))
     with evaluation_mode(model):
@@ -262,7 +256,6 @@ def hsic(left: Tensor, right: Tensor) -> Tensor:
 # --------------------------------------------------------------------------------------------------------------
 # The page: one self-contained file for one or two models.
 
-
 _SIDE = 192  # of an image, in pixels
 _TILE = 34  # side of a filter, in pixels
 _COLUMNS = 7  # of filters
@@ -334,7 +327,6 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
 
 
 def _preprocess_images(dataset: EvalDataset, indices: Sequence[int], model: CLIP) -> Tensor:
-    """Preprocess images, (B, 3, S, S) uint8."""
     pixels = []
     for i in indices:
         try:
@@ -419,7 +411,6 @@ def _draw_rollouts(rollouts: Tensor | None, images: Tensor) -> list[tuple[Markup
 def _draw_heatmaps(
     model: CLIP, images: Tensor, prompts: Sequence[Sequence[str]]
 ) -> list[tuple[Markup, list[tuple[str, Markup]]]]:
-    """Return each image with the heatmaps of its texts; none without a text tower or without a ViT."""
     heatmaps = []
     try:
         attention_blocks(model)

@@ -30,13 +30,12 @@ from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import EvalDataset, prompt_with_bare_names
 from eval.datasets.targets import Target, find_targets, open_available, open_suites, select_languages
+from eval.features.adapters import TIMM, load_image_model, text_tower_error
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
-from eval.features.image_models import TIMM, load_image_model, text_tower_error
 from eval.options import ScoreOptions, ScoringOptions
-from eval.readers import Members
+from eval.readers.shards import Members
 from eval.report.terminal import score_table
-from eval.results.records import write_details
-from eval.results.scores import (
+from eval.results import (
     Score,
     append_results,
     check_appendable,
@@ -44,6 +43,7 @@ from eval.results.scores import (
     read_results,
     time_now,
     weights_id,
+    write_details,
 )
 from eval.tasks import TASKS, Options, Task, get_task
 from eval.tasks.subject import Outcome, Subject
@@ -55,16 +55,9 @@ _LABELED = "of the built-in datasets, emoji and cues have a train split with lab
 def check_tasks(
     dataset: EvalDataset, tasks: Sequence[str] | None = None, *, classes: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Check that a dataset has what tasks need, and return the tasks.
+    """Check that a dataset has what tasks need, and return the tasks; None for the dataset's own.
 
-    Args:
-        dataset: the dataset to score on.
-        tasks: names of tasks; None for the dataset's own.
-        classes: all texts that the model can read if it has a classification head; empty for any text.
-
-    Raises:
-        DataError: the dataset lacks labels, class names or captions, or the model cannot read its texts.
-        ConfigError: a task is unknown.
+    ``classes`` are all texts that a model with a classification head can read; empty for any text.
     """
     chosen = dataset.tasks if tasks is None else tuple(tasks)
     for name in chosen:
@@ -200,17 +193,8 @@ def run_model(
     An error of a dataset or task is recorded in ``results.errors``; the others are scored.
 
     Args:
-        model: the model to score, perhaps under autocast.
-        targets: the datasets.
-        out: a results file, to which rank 0 appends.
-        tasks: tasks on each dataset; empty for its main one.
-        options: options of the tasks.
         skip_existing: skip results of the same weights, data, prompts and options that are in the file.
-        store: folder of encoded features; None keeps them in memory.
-        ranks: the ranks that share the work.
-        batch_size: images encoded at a time.
         origin: provenance for the results: name and identity of the weights.
-        step: training step, for the results.
         show_progress: called with each dataset before its images are encoded; returns a progress callback.
         results: receives the results, so that they are available if the run ends early.
     """
@@ -271,14 +255,7 @@ def _run_jobs(
 ) -> None:
     """The evaluation loop: run each task, and append its results on rank 0 as soon as they are computed.
 
-    Args:
-        jobs: consumed, so that the features of a dataset are released after the last of its tasks.
-        options: options of the tasks.
-        out: a results file; None writes nothing.
-        step: training step, for the results.
-        results: receives scores, errors and counts.
-        show_progress: called with each dataset; returns its progress callback.
-        continue_on_error: whether to continue with the other tasks after an error.
+    Jobs are consumed, so that the features of a dataset are released after the last of its tasks.
     """
     subject: Subject | None = None
     while jobs:
@@ -557,7 +534,6 @@ def _check_any_task(targets: Sequence[Target], tasks: Sequence[str]) -> None:
 
 
 def _merge_targets(targets: Sequence[Target], suite_targets: Sequence[Target], prompts: str) -> list[Target]:
-    """Merge named datasets and those of suites."""
     merged = {target.dataset.name: target for target in targets}
     for target in suite_targets:
         if merged.setdefault(target.dataset.name, target).card is not target.card:

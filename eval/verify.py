@@ -16,7 +16,7 @@ from eval.datasets import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import list_some
 from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
 from eval.options import VerifyOptions
-from eval.results.scores import Score
+from eval.results import Score
 from eval.run import Results, check_towers, exit_status, find_model, join_ranks, print_errors, score_model
 
 
@@ -35,7 +35,7 @@ def run_verify(options: VerifyOptions) -> int:
             tasks = tuple(dict.fromkeys(score.task for score in list_expected(target, name)))
             before = len(results.scores)
             score_model(model, [target], tasks, options, device, results)
-            checks += check_scores(target, name, results.scores[before:])
+            checks += _check_scores(target, name, results.scores[before:])
         errors = [*expected.errors, *results.errors]
         print_errors(errors)
         status = exit_status(errors, results)
@@ -44,23 +44,11 @@ def run_verify(options: VerifyOptions) -> int:
         if not checks:
             print(explain_no_checks(expected, name), file=sys.stderr)
             return status
-        return max(status, print_checks(checks))
+        return max(status, _print_checks(checks))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
-    """An expected score and the measured one, None if it was not measured."""
-
-    dataset: str
-    expected: Expected
-    measured: float | None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether it is within the tolerance; None if it was not measured."""
-        if self.measured is None:
-            return None
-        return abs(self.measured - self.expected.value) <= self.expected.tolerance
+# a dataset, an expected score, and the measured one or None
+Check = tuple[str, Expected, float | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +67,7 @@ class ExpectedDatasets:
 
 
 def list_expected_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
-    """List the tasks with expected scores for a model from the cards alone, without opening a dataset.
-
-    Args:
-        names: datasets, as a user names them; empty for all with cards.
-        model: the model's name in the cards.
-    """
+    """List the tasks with expected scores for a model from the cards alone, without opening a dataset."""
     tasks: dict[str, None] = {}
     models: set[str] = set()
     for card in _find_cards(names).values():
@@ -107,13 +90,7 @@ def list_expected_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
 
 
 def open_expected(names: Sequence[str], model: str, *, root: Path | str | None) -> ExpectedDatasets:
-    """Open the datasets whose cards list scores of a model.
-
-    Args:
-        names: datasets, as a user names them; empty for all with cards.
-        model: the model's name in the cards.
-        root: folder of datasets, by the names of their cards.
-    """
+    """Open the datasets whose cards list scores of a model."""
     list_expected_tasks(names, model)
     targets: list[Target] = []
     errors: list[tuple[str, DataError]] = []
@@ -137,7 +114,6 @@ def open_expected(names: Sequence[str], model: str, *, root: Path | str | None) 
 
 
 def _find_cards(names: Sequence[str]) -> dict[str, Card]:
-    """Return the cards of datasets that have one, by dataset."""
     cards = {}
     for name in names or card_names():
         path = Path(name).expanduser() / OWN_CARD
@@ -162,17 +138,15 @@ def list_expected(target: Target, model: str) -> list[Expected]:
     return scores
 
 
-def check_scores(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:
-    """Pair each expected score with the measured one."""
+def _check_scores(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:
     measured = {}
     for score in scores:
         if score.dataset == target.dataset.name and not score.setting:
             measured[score.task, score.metric] = score.value
-    checks = []
-    for expected in list_expected(target, model):
-        value = measured.get((expected.task, expected.metric))
-        checks.append(Check(dataset=target.dataset.name, expected=expected, measured=value))
-    return checks
+    return [
+        (target.dataset.name, expected, measured.get((expected.task, expected.metric)))
+        for expected in list_expected(target, model)
+    ]
 
 
 def explain_no_checks(expected: ExpectedDatasets, model: str) -> str:
@@ -182,25 +156,28 @@ def explain_no_checks(expected: ExpectedDatasets, model: str) -> str:
     return f"nothing could be checked: none of the {datasets} with known scores for {model} {why}"
 
 
-def print_checks(checks: Sequence[Check]) -> int:
+def _print_checks(checks: Sequence[Check]) -> int:
     """Print a table and return the exit status: 1 if a check fails or was not measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("dataset", overflow="fold")
     table.add_column("task and metric", overflow="fold")
     for heading in ("measured %", "expected %", "±", ""):
         table.add_column(heading, justify="right", no_wrap=True)
-    verdicts = {True: "holds", False: "FAILS", None: "not measured"}
-    for check in checks:
-        table.add_row(
-            check.dataset,
-            f"{check.expected.task} {check.expected.metric}",
-            "" if check.measured is None else f"{100 * check.measured:.2f}",
-            f"{100 * check.expected.value:.2f}",
-            f"{100 * check.expected.tolerance:.2f}",
-            verdicts[check.holds],
-        )
+    status = 0
+    for dataset, expected, measured in checks:
+        value = ""
+        verdict = "not measured"
+        if measured is not None:
+            value = f"{100 * measured:.2f}"
+            holds = abs(measured - expected.value) <= expected.tolerance
+            verdict = "holds" if holds else "FAILS"
+        if verdict != "holds":
+            status = 1
+        name = f"{expected.task} {expected.metric}"
+        limits = (f"{100 * expected.value:.2f}", f"{100 * expected.tolerance:.2f}")
+        table.add_row(dataset, name, value, *limits, verdict)
     console = Console(highlight=False)
     console.print(table)
-    for source in dict.fromkeys(check.expected.source for check in checks):
+    for source in dict.fromkeys(expected.source for _, expected, _ in checks):
         console.print(f"expected by {source}", markup=False)
-    return 0 if all(check.holds for check in checks) else 1
+    return status

@@ -231,12 +231,6 @@ class PromptSet:
     templates: tuple[str, ...]
     source: str
 
-    def prompts(self, label: int) -> tuple[str, ...]:
-        """Return every template with every synonym of a class; classifiers average over all of them."""
-        return tuple(
-            template.replace("{c}", name) for name in self.class_names[label] for template in self.templates
-        )
-
 
 class Card(_Table, frozen=True, kw_only=True):
     """One dataset.
@@ -352,9 +346,6 @@ class Card(_Table, frozen=True, kw_only=True):
         A key may be a folder's name, a line of ``classnames.txt``, or one of torchvision's classes. It is looked up
         among the card's keys and aliases, first exactly, then by letters and digits only, then in the same two ways
         among the class names of the prompt sets. Ambiguous names are ignored.
-
-        Args:
-            keys: the dataset's keys, by label.
 
         Returns:
             By label, the index of the class in ``self.keys``.
@@ -503,11 +494,7 @@ def imagenet_names() -> dict[str, str]:
 
 
 def read_card(path: Path, *, name: str = "") -> Card:
-    """Read a card; its name is the file's unless ``name`` is given.
-
-    Raises:
-        DataError: the file cannot be read, or its content is invalid.
-    """
+    """Read a card; its name is the file's unless ``name`` is given."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:

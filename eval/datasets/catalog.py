@@ -142,7 +142,6 @@ def _tabulate_cards(title: str, rows: Sequence[tuple[Card, str]]) -> Table:
 # --------------------------------------------------------------------------------------------------------------
 # The command ``new``.
 
-
 _SHOWN = 200  # characters of a source in a message
 _MAX_NUMBERED = 100_000  # classes without names
 _WIDTH = 100  # characters of a line of comments
@@ -192,7 +191,6 @@ def run_new(options: NewOptions) -> int:
 
 
 def _comments(card: Card, where: str) -> dict[str, str]:
-    """Return a comment for each key of the card that a user may change."""
     kind = MetricKind(multilabel=card.multilabel, classes=card.classes)
     main_metrics = kind.list_metrics(card.tasks[:1])
     metrics = kind.list_metrics(card.tasks)
@@ -210,7 +208,6 @@ def _comments(card: Card, where: str) -> dict[str, str]:
 
 
 def _examples(card: Card, where: str) -> str:
-    """Return commented examples of a caption prompt and an expected score."""
     prompts = "own" if "own" in card.prompt_sets and card.tasks[0] != "retrieval" else ""
     examples = """
 # Templates that --prompts NAME applies to captions; without it captions are used unchanged:
@@ -291,12 +288,7 @@ def new_card(title: str, folder: Path) -> Card:
 
 
 def card_toml(card: Card, *, comments: Mapping[str, str] | None = None) -> str:
-    """Return the text of a card's file, which ``parse_card`` reads as an equal card.
-
-    Args:
-        card: the card; empty values are left out.
-        comments: comments by the key or table that they precede; "" is for the start of the file.
-    """
+    """Return the text of a card's file, which ``parse_card`` reads as an equal card."""
     fields: dict[str, Any] = msgspec.to_builtins(card)
     del fields["(name)"]
     unwritten = dict(comments or {})  # each is written once: a class may have the name of a key

@@ -12,8 +12,9 @@ from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets import Card, MetricKind, card_names, imagenet_names, load_card, load_suite, read_card
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
-from eval.readers import Members, OpenOptions, find_published, open_dataset, open_each
-from eval.readers.languages import read_babel_languages, read_named_languages
+from eval.readers import OpenOptions, open_dataset, open_each
+from eval.readers.benchmarks import read_babel_languages, read_named_languages
+from eval.readers.shards import Members, find_published
 from eval.readers.torchvision import open_torchvision
 
 OWN_CARD = "card.toml"
@@ -136,17 +137,8 @@ def open_suites(
 ) -> tuple[list[Target], list[DataError]]:
     """Open the datasets of suites, each once, and skip those that are missing or damaged.
 
-    Args:
-        suites: names of suites.
-        root: the folder to search for datasets by card name.
-        prompts: the prompt set to use where a card has it; "" for the suite's or the card's own choice.
-
     Returns:
         The datasets, and why others cannot be used.
-
-    Raises:
-        DataError: there is no such suite.
-        ConfigError: there is no folder ``root``.
     """
     _check_root(root)
     targets: dict[str, Target] = {}
@@ -236,10 +228,7 @@ def _open_names(card: Card, root: Root, prompts: str) -> Target:
 def select_languages(target: Target, languages: Sequence[str], *, root: Root = None) -> Target:
     """Restrict a dataset to some languages; class names of ``names.json`` next to its images are read here.
 
-    Args:
-        target: the dataset.
-        languages: names of languages; "all" for all; () for all that the dataset has besides ``names.json``.
-        root: where the dataset was searched for.
+    "all" stands for all languages; () for all that the dataset has besides ``names.json``.
     """
     dataset = target.dataset
     if not languages:

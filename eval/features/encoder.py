@@ -38,8 +38,8 @@ from clipkit.model import (
 )
 from clipkit.samples import NO_TRAITS, PixelRangeError, TraitCounts, Traits
 from eval.datasets.dataset import EvalDataset
-from eval.features.image_models import ImageModel, text_tower_error
-from eval.features.store import DIGEST_BYTES, FeatureFile, TextFeatures, digest_content
+from eval.features import DIGEST_BYTES, FeatureFile, TextFeatures, digest_content
+from eval.features.adapters import ImageModel, text_tower_error
 
 _FORMAT = 6  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192
@@ -134,11 +134,7 @@ class Encoder:
         return self.model.logit_scale.device
 
     def select_prefix(self, dim: int) -> "Encoder":
-        """Return an encoder of the same features of which only the first ``dim`` elements are used.
-
-        Raises:
-            ConfigError: they have fewer.
-        """
+        """Return an encoder of the same features of which only the first ``dim`` elements are used."""
         if not 1 <= dim <= self.model.dim:
             raise ConfigError(
                 f"dims: {dim} is invalid: expected 1 to {self.model.dim}, the embedding dimension"
@@ -153,12 +149,7 @@ class Encoder:
         return features if self.dim == self.model.dim else F.normalize(features[:, : self.dim], dim=-1)
 
     def images(self, dataset: EvalDataset) -> ImageFeatures:
-        """Return the features of all images of a dataset.
-
-        Raises:
-            DataError: an image cannot be read or decoded (it is named, on every rank); or the features are not
-                finite.
-        """
+        """Return the features of all images of a dataset."""
         widths = {
             "projected": self.model.dim,
             "before_projection": self._width,
@@ -190,12 +181,7 @@ class Encoder:
         return {layer: file.columns[f"layer_{layer}"] for layer in layers}
 
     def texts(self, texts: Sequence[str], *, description: str = "the captions") -> Tensor:
-        """Return (N, D) float32 with unit norm on the model's device; each distinct text is encoded once.
-
-        Args:
-            texts: N texts.
-            description: description of the texts, for messages.
-        """
+        """Return (N, D) float32 with unit norm on the model's device; each distinct text is encoded once."""
         if texts and isinstance(self.model, ImageModel):
             raise text_tower_error(self.model.name)
         # batches are padded to their longest text
@@ -223,10 +209,6 @@ class Encoder:
 
     def classifier(self, prompts: Sequence[Sequence[str]], *, description: str) -> Tensor:
         """Return a weight vector per class: the normalized mean of its prompts' embeddings.
-
-        Args:
-            prompts: by class, at least one prompt.
-            description: description of the prompts, for messages.
 
         Returns:
             (D, C) float32 for C classes, unit columns, on the model's device.
@@ -269,7 +251,6 @@ class Encoder:
     def _encode_images(
         self, dataset: EvalDataset, kind: str, widths: Mapping[str, int], *, layers: Sequence[int] = ()
     ) -> FeatureFile:
-        """Return the features of a dataset's images, after encoding those that are not stored."""
         name = f"{dataset.stamp}-{len(dataset)}"
         path = None
         key = f"{kind}/{name}"

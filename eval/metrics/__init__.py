@@ -16,7 +16,7 @@ from typing import Generic, Literal, Never, TypeVar
 import torch
 from torch import Tensor
 
-from eval.metrics import captions, classes, intervals, pairs, ranking
+from eval.metrics import captions, classes, intervals, pairs
 from eval.metrics.captions import Descriptions, caption_tokens
 from eval.metrics.classes import calibration_bins, count_confusion, count_correct, merge_superclasses
 from eval.metrics.intervals import (
@@ -164,7 +164,7 @@ def _class_weights(labels: Tensor) -> Tensor:
 
 def _roc_auc(answers: Answers) -> Estimate:
     scores = answers.scores(softmax=False)
-    return ranking.roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
+    return classes.roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
 
 
 def _superclass(answers: Answers) -> Estimate:
@@ -173,10 +173,10 @@ def _superclass(answers: Answers) -> Estimate:
 
 
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
-    interpolated = function is ranking.map_11_point
+    interpolated = function is classes.map_11_point
     value = None
     if not softmax:
-        value = partial(ranking.mean_of_precisions, interpolated=interpolated)
+        value = partial(classes.mean_of_precisions, interpolated=interpolated)
     return Metric(
         kind="multi-label",
         function=lambda answers: function(answers.scores(softmax=softmax), answers.labels),
@@ -250,8 +250,6 @@ def _winoground(part: Callable[[Winoground], Estimate], chance: float) -> Metric
 
 
 def _jaccard(least: int, most: int) -> Metric[Choices]:
-    """Return WinoGAViL's index over cues with ``least`` to ``most`` candidates."""
-
     def function(choices: Choices) -> Estimate | None:
         chosen = choices.select_cues(least, most)
         return intervals.estimate_mean(choices.jaccard[chosen]) if chosen.any() else None
@@ -299,10 +297,10 @@ METRICS: Mapping[str, Metric[Never]] = {
         least=2,
         most=2,
         value=lambda scores, labels: intervals.evaluate_statistic(
-            ranking.roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
+            classes.roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
         ),
         value_from="scores",
-        item_statistic=ranking.roc_auc_statistic,
+        item_statistic=classes.roc_auc_statistic,
     ),
     "ece": Metric[Answers](
         kind="one-label",
@@ -327,10 +325,10 @@ METRICS: Mapping[str, Metric[Never]] = {
         by_default=True,
         column="texture",
     ),
-    "mean_average_precision": _precision(ranking.mean_average_precision),
-    "map_11_point": _precision(ranking.map_11_point),
-    "mean_average_precision_softmax": _precision(ranking.mean_average_precision, softmax=True),
-    "map_11_point_softmax": _precision(ranking.map_11_point, softmax=True),
+    "mean_average_precision": _precision(classes.mean_average_precision),
+    "map_11_point": _precision(classes.map_11_point),
+    "mean_average_precision_softmax": _precision(classes.mean_average_precision, softmax=True),
+    "map_11_point_softmax": _precision(classes.map_11_point, softmax=True),
     "any_label_acc1": Metric[Answers](
         kind="multi-label",
         function=lambda answers: classes.any_label_accuracy(answers.top.classes[:, 0], answers.labels),

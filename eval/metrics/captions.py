@@ -148,10 +148,6 @@ def cider_d(generated: Sequence[Tokens], captions: Sequence[Sequence[Tokens]]) -
 
     Document frequencies are those of the true captions, so the values depend on the whole dataset, and those of a
     single image are 0. As in pycocoevalcap, the penalty compares numbers of bigrams.
-
-    Args:
-        generated: N generated captions.
-        captions: the true captions of each image.
     """
     documents: Counter[tuple[str, ...]] = Counter()
     for image_captions in captions:
@@ -188,11 +184,7 @@ def cider_d(generated: Sequence[Tokens], captions: Sequence[Sequence[Tokens]]) -
 
 
 def perplexity_statistic(counts: Floats) -> Statistic:
-    """Return the perplexity of true captions, exp of the mean −log p of a token, as a statistic of the images.
-
-    Args:
-        counts: (N, 2), see ``Descriptions.nll`` and ``predicted``.
-    """
+    """Return the perplexity of true captions, exp of the mean −log p of a token, as a statistic of the images."""
 
     def statistic(drawn: Ints) -> Floats:
         total = drawn @ counts  # (R, 2)

@@ -1,14 +1,19 @@
-"""Single-label classification: accuracies over images, classes and groups, F1, calibration error, confusion.
+"""Classification: accuracies over images, classes and groups, F1, calibration error, confusion, AP, and ROC AUC.
 
-Dimensions: N images, C classes, G groups, B bins, P pairs of classes, R resamples.
+Metrics that rank images group those with equal scores, so no metric depends on file order. A NaN ranks last for a
+positive image and first for a negative one.
+
+Dimensions: N images, C classes, G groups, B bins, P pairs of classes, K positive images of a class, R resamples.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.errors import DataError
 from clipkit.inference import wilson_interval
 from eval.metrics.intervals import (
     Bools,
@@ -20,25 +25,17 @@ from eval.metrics.intervals import (
     estimate_mean,
     estimate_proportion,
     estimate_statistic,
+    evaluate_statistic,
 )
 
 
 def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
-    """Compute top-k accuracy; ``acc1`` and ``acc5`` in CLIP_benchmark, where ``topk`` orders ties arbitrarily.
-
-    Args:
-        ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
-        k: at least 1.
-    """
+    """Compute top-k accuracy; ``acc1`` and ``acc5`` in CLIP_benchmark, where ``topk`` orders ties arbitrarily."""
     return estimate_proportion(int((ranks < k).sum()), len(ranks))
 
 
 def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
-    """Compute the mean of top-1 and top-5 accuracy, the CLIP paper's metric for Kinetics-700 (table 9).
-
-    Args:
-        ranks: (N,) int64 of ``class_ranks``, N ≥ 1.
-    """
+    """Compute the mean of top-1 and top-5 accuracy, the CLIP paper's metric for Kinetics-700 (table 9)."""
     return estimate_mean(((ranks < 1).double() + (ranks < 5).double()) / 2)
 
 
@@ -47,10 +44,6 @@ def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
 
     Also called mean per class accuracy, macro recall and balanced accuracy; ``mean_per_class_recall`` in
     CLIP_benchmark and ``recall-macro_all`` in WILDS.
-
-    Args:
-        correct: (N,) bool.
-        labels: (N,) int64.
     """
     right, total = _count_present(correct, labels)
     return float((right / total).mean())
@@ -84,7 +77,6 @@ def effective_trials(sizes: Floats | Ints) -> float:
 
 
 def _count_present(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
-    """Count the correct images and all images of every class that has any."""
     label = labels.cpu().numpy()
     total = np.bincount(label)
     right = np.bincount(label, weights=correct.cpu().numpy(), minlength=len(total))
@@ -93,13 +85,7 @@ def _count_present(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
 
 
 def count_correct(correct: Tensor, labels: Tensor, classes: int) -> tuple[Ints, Ints]:
-    """Count the correct images and all images of each class, both (C,) int64.
-
-    Args:
-        correct: (N,) bool.
-        labels: (N,) int64 in 0 … classes-1.
-        classes: number of classes, including those without images.
-    """
+    """Count the correct images and all images of each class, both (C,) int64."""
     label = labels.cpu().numpy()
     right = np.bincount(label[correct.cpu().numpy()], minlength=classes)
     return right, np.bincount(label, minlength=classes)
@@ -110,10 +96,6 @@ def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
 
     Only classes with images count, as in WILDS and DataComp (``F1-macro_all``). scikit-learn's ``average="macro"``
     also counts classes that were only predicted, as 0.
-
-    Args:
-        predicted: (N,) int64; -1 for no prediction.
-        labels: (N,) int64, N ≥ 1.
     """
     sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
     return estimate_statistic(
@@ -173,7 +155,6 @@ def calibration_bins(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> 
     Args:
         confidence: (N,) in 0 … 1, the probability of the predicted class of ``top_classes``; NaN counts as
             confident and wrong.
-        correct: (N,) bool.
         bins: number of bins; an edge belongs to the bin below it, as in Guo et al. (2017).
     """
     sure, right, index = _assign_bins(confidence, correct, bins)
@@ -193,11 +174,6 @@ def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int
     (Guo et al. 2017, arXiv 1706.04599.) ECE is biased upward, especially with few images per bin, and resampling
     adds the same bias again. The interval is therefore the basic bootstrap's: it extends as far below the value as
     the resamples lie above it.
-
-    Args:
-        confidence: (N,) in 0 … 1, N ≥ 1; see ``calibration_bins``.
-        correct: (N,) bool.
-        bins: number of bins.
     """
     sure, right, index = _assign_bins(confidence, correct, bins)
     order = np.argsort(index, kind="stable")
@@ -215,7 +191,6 @@ def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int
 
 
 def _assign_bins(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Floats, Floats, Ints]:
-    """Return confidence, correctness, and the bin of each image in 0 … bins-1."""
     sure = confidence.double().cpu().numpy()
     broken = np.isnan(sure)
     right = np.where(broken, 0.0, correct.cpu().numpy())
@@ -264,23 +239,13 @@ class Confusion:
 
 
 def count_confusion(predicted: Tensor, labels: Tensor) -> Confusion:
-    """Count the pairs of true and predicted class.
-
-    Args:
-        predicted: (N,) int64; -1 for no prediction.
-        labels: (N,) int64, at least 0.
-    """
+    """Count the pairs of true and predicted class."""
     label = labels.cpu().numpy()
     return _sum_pairs(label, predicted.cpu().numpy(), np.ones(len(label), dtype=np.int64))
 
 
 def merge_superclasses(class_confusion: Confusion, superclass: Tensor) -> Confusion:
-    """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake.
-
-    Args:
-        class_confusion: confusion of classes.
-        superclass: (C,) int64, at least 0, the superclass of each class.
-    """
+    """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake."""
     group = np.append(superclass.cpu().numpy(), -1)  # a prediction of -1 stays -1
     return _sum_pairs(group[class_confusion.label], group[class_confusion.predicted], class_confusion.count)
 
@@ -299,13 +264,6 @@ def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
 
     This is the ReaL accuracy (Beyer et al. 2020, https://arxiv.org/abs/2006.07159): images without a label do not
     count.
-
-    Args:
-        predicted: (N,) int64, classes.
-        labels: (N, C) bool.
-
-    Returns:
-        The estimate, or None if no image has a label.
     """
     counted = labels.any(dim=1)
     right = labels[counted].gather(1, predicted[counted][:, None])
@@ -336,12 +294,6 @@ def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate 
 
     (Geirhos et al. 2019, https://arxiv.org/abs/1811.12231.) Images whose shape and texture are of the same class do
     not count.
-
-    Args:
-        predicted, shapes, textures: (N,) int64, classes.
-
-    Returns:
-        The estimate, or None if no image counts.
     """
     conflict = shapes != textures
     by_shape = conflict & (predicted == shapes)
@@ -376,3 +328,161 @@ def worst_group_accuracy(correct: Tensor, groups: Tensor) -> Estimate:
         high=min(wilson_interval(hits, n, miss=0.05 / len(names))[1] for hits, n in counts),
         n=counts[worst][1],
     )
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Metrics that rank images: average precision (plain and 11-point) and the area under the ROC curve.
+
+
+def mean_average_precision(scores: Tensor, labels: Tensor) -> Estimate:
+    """Compute mAP without interpolation: the mean over classes of the mean precision at each positive image.
+
+    Equals scikit-learn's ``average_precision_score(average="macro")`` and CLIP_benchmark's
+    ``mean_average_precision``, except that CLIP_benchmark orders ties arbitrarily and counts a class without
+    positive images as 0. The CLIP paper reports ``map_11_point``.
+
+    Args:
+        scores: (N, C) of ``class_scores``; its ``softmax_scale`` changes the ranking.
+    """
+    return _estimate_mean_precision(scores, labels, interpolated=False)
+
+
+def map_11_point(scores: Tensor, labels: Tensor) -> Estimate:
+    """Compute VOC 2007's mAP: the mean over classes of eleven interpolated precisions.
+
+    These are the best precision at a recall of at least 0, 0.1, … 1 (Everingham et al. 2010), the metric of the
+    CLIP paper (table 9). Recalls are compared as integers: 3 of 10 reaches 0.3, which floating point would miss.
+    Arguments and errors as for ``mean_average_precision``.
+    """
+    return _estimate_mean_precision(scores, labels, interpolated=True)
+
+
+def _estimate_mean_precision(scores: Tensor, labels: Tensor, *, interpolated: bool) -> Estimate:
+    statistic = mean_average_precision_statistic(scores, labels, interpolated=interpolated)
+    positives = labels.bool().sum(dim=0).cpu().numpy()
+    trials = effective_trials(positives[positives > 0])
+    return estimate_statistic(statistic, len(scores), trials=trials, cost=scores.shape[1])
+
+
+def average_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool = False) -> Floats:
+    """Compute the average precision of each class, (C,) in 0 … 1; NaN for a class without positive images."""
+    statistics = _class_statistics(scores, labels, interpolated=interpolated)
+    return np.array([evaluate_statistic(statistic, len(scores)) for statistic in statistics])
+
+
+def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) -> float:
+    """Return the mean of ``average_precisions`` over classes with positive images; DataError if there are none."""
+    precisions = average_precisions(scores, labels, interpolated=interpolated)
+    if np.isnan(precisions).all():
+        raise DataError("average precision needs an image of at least one of the classes")
+    return float(np.nanmean(precisions))
+
+
+def mean_average_precision_statistic(
+    scores: Tensor, labels: Tensor, *, interpolated: bool = False
+) -> Statistic:
+    """Return mAP, 11-point if interpolated, as a statistic of the drawn images; DataError as for mAP."""
+    statistics = _class_statistics(scores, labels, interpolated=interpolated)
+    present = [
+        statistic for statistic in statistics if not math.isnan(evaluate_statistic(statistic, len(scores)))
+    ]
+    if not present:
+        raise DataError("average precision needs an image of at least one of the classes")
+
+    def mean(drawn: Ints) -> Floats:
+        total = np.zeros(len(drawn))
+        count = np.zeros(len(drawn))
+        for statistic in present:
+            precision = statistic(drawn)  # (R,)
+            defined = ~np.isnan(precision)
+            total[defined] += precision[defined]
+            count += defined
+        result: Floats = np.divide(total, count, out=np.full(len(drawn), np.nan), where=count > 0)
+        return result
+
+    return mean
+
+
+def _class_statistics(scores: Tensor, labels: Tensor, *, interpolated: bool) -> list[Statistic]:
+    columns = zip(scores.cpu().numpy().T, labels.bool().cpu().numpy().T, strict=True)
+    return [_average_precision(score, label, interpolated=interpolated) for score, label in columns]
+
+
+def _average_precision(score: Floats, label: Bools, *, interpolated: bool) -> Statistic:
+    """Return the average precision of one class as a statistic; arguments are (N,)."""
+    descending = -_replace_nan(score, label)
+    order = np.argsort(descending, kind="stable")
+    descending = descending[order]
+    positive = np.flatnonzero(label[order])  # (K,) ranks of the positive images
+    # the last rank with an equal score
+    last = np.searchsorted(descending, descending[positive], side="right") - 1
+    last_positive = np.searchsorted(positive, last, side="right") - 1
+
+    def precision(drawn: Ints) -> Floats:
+        if not len(positive):
+            return np.full(len(drawn), np.nan)
+        ranked = drawn[:, order]
+        weight = ranked[:, positive]  # (R, K)
+        hits = weight.cumsum(axis=1)[:, last_positive]
+        precisions = hits / np.maximum(ranked.cumsum(axis=1)[:, last], 1)
+        total = hits[:, -1]
+        if interpolated:
+            best = np.maximum.accumulate(precisions[:, ::-1], axis=1)[:, ::-1]  # at this recall or more
+            value = np.zeros(len(best))
+            for tenths in range(11):
+                first = (10 * hits < tenths * total[:, None]).sum(axis=1, keepdims=True)
+                value += np.take_along_axis(best, np.minimum(first, best.shape[1] - 1), axis=1)[:, 0]
+            value /= 11
+        else:
+            value = (weight * precisions).sum(axis=1) / np.maximum(total, 1)
+        result: Floats = np.where(total > 0, value, np.nan)
+        return result
+
+    return precision
+
+
+def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
+    """Compute the area under the ROC curve; equal scores count half, as in scikit-learn's ``roc_auc_score``.
+
+    The metric of Hateful Memes (Kiela et al. 2020, arXiv 2005.04790).
+
+    Args:
+        scores: (N,), higher for positive; for two classes ``s[:, 1] - s[:, 0]`` of ``class_scores``.
+        labels: (N,) bool or 0 and 1.
+    """
+    statistic = roc_auc_statistic(scores, labels)
+    positive = int(labels.bool().sum())
+    value = evaluate_statistic(statistic, len(labels))
+    # the number of trials at which a proportion has the variance of the area by Newcombe (2006, "Confidence
+    # intervals for an effect size measure based on the Mann-Whitney statistic", method 5)
+    shape = (1 - value) / (2 - value) + value / (1 + value)
+    trials = positive * (len(labels) - positive) / (1 + (len(labels) / 2 - 1) * shape)
+    return estimate_statistic(statistic, len(labels), trials=trials)
+
+
+def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
+    """Return ``roc_auc`` as a statistic of the drawn images; DataError if all images are of one class."""
+    label = labels.bool().cpu().numpy()
+    if label.all() or not label.any():
+        raise DataError("ROC AUC needs images of both classes; all of these are of one")
+    score = _replace_nan(scores.cpu().numpy(), label)
+    order = np.argsort(score, kind="stable")
+    starts = np.unique(score[order], return_index=True)[1]
+    positive = label[order]
+
+    def area(drawn: Ints) -> Floats:
+        ranked = drawn[:, order]
+        above = np.add.reduceat(ranked * positive, starts, axis=1)  # by score
+        below = np.add.reduceat(ranked * ~positive, starts, axis=1)
+        pairs = above.sum(axis=1) * below.sum(axis=1)
+        won = (above * (below.cumsum(axis=1) - below / 2)).sum(axis=1)
+        result: Floats = np.divide(won, pairs, out=np.full(len(drawn), np.nan), where=pairs > 0)
+        return result
+
+    return area
+
+
+def _replace_nan(score: Floats, positive: Bools) -> Floats:
+    """Replace NaN by the least favorable value."""
+    result: Floats = np.where(np.isnan(score), np.where(positive, -np.inf, np.inf), score)
+    return result

@@ -95,11 +95,8 @@ def estimate_statistic(statistic: Statistic, n: int, *, trials: float = 0.0, cos
     """Estimate a statistic of ``n`` ≥ 1 items with a bootstrap interval.
 
     Args:
-        statistic: a function of how often each item was drawn.
-        n: number of items.
         trials: for values in 0 … 1, the number of Bernoulli trials of about the same variance. Each end is then the
             wider of the bootstrap's and Wilson's, because the bootstrap of an all-correct model has no width.
-        cost: see ``resamples``.
     """
     value = evaluate_statistic(statistic, n)
     low, high = bootstrap_interval(statistic, np.ones(n, dtype=np.int64), cost=cost)
@@ -154,12 +151,7 @@ def coin_probabilities(n: int, most: int) -> Floats:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Compute the exact two-sided p-value of McNemar's test (1947).
-
-    Args:
-        only_first: items that only the first model has right.
-        only_second: items that only the second model has right.
-    """
+    """Compute the exact two-sided p-value of McNemar's test (1947)."""
     n = only_first + only_second
     fewer = min(only_first, only_second)
     if 2 * fewer >= n:  # the two tails overlap
@@ -172,10 +164,6 @@ def compare_correct(first: Tensor, second: Tensor) -> Comparison:
 
     The interval is Bonett and Price's (2012, "Adjusted Wald confidence interval for a difference of binomial
     proportions based on paired data"), which keeps its width when the models hardly differ.
-
-    Args:
-        first: (N,) bool, whether the first model has each item right; N ≥ 1.
-        second: (N,) bool, likewise of the second model.
     """
     n = len(first)
     only_first = int((first & ~second).sum())

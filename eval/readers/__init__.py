@@ -27,26 +27,17 @@ from clipkit.samples import (
 from clipkit.samples.remote import is_remote, shard_cache
 from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.dataset import TEST, EvalDataset
-from eval.readers.choices import open_caption_choices
-from eval.readers.folders import open_image_folder
-from eval.readers.languages import is_multilingual, open_multilingual
-from eval.readers.pairs import lists_captions, open_table
+from eval.readers.benchmarks import (
+    is_multilingual,
+    is_video_frames,
+    open_caption_choices,
+    open_multilingual,
+    open_video_frames,
+)
+from eval.readers.folders import lists_captions, open_image_folder, open_table
 from eval.readers.parquet import PARQUET_SUFFIXES, open_hugging_face
 from eval.readers.shards import Members, files_of_split, find_published, open_published, resolve_address
 from eval.readers.torchvision import check_known, open_torchvision
-from eval.readers.videos import is_video_frames, open_video_frames
-
-__all__ = [
-    "READERS",
-    "Members",
-    "OpenOptions",
-    "Reader",
-    "find_published",
-    "open_dataset",
-    "open_datasets",
-    "open_each",
-    "open_torchvision",
-]
 
 _FETCHING = 4  # files fetched at a time
 _SHOWN = 200  # characters of a source in a message

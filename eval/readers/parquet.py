@@ -40,8 +40,7 @@ from clipkit.samples import (
     plain_name,
     usable_texts,
 )
-from eval.datasets.dataset import EvalDataset, SampleImages
-from eval.readers.files import check_dataset, file_images, make_multi_hot
+from eval.datasets.dataset import EvalDataset, SampleImages, check_dataset, file_images, make_multi_hot
 from eval.readers.shards import files_of_split
 
 if TYPE_CHECKING:
@@ -73,9 +72,6 @@ def open_hugging_face(place: Path | str, files: ParquetSamples, name: str, *, sp
 
     Args:
         place: a file, or the folder, local or in a store; ``hf://datasets/OWNER/NAME`` at Hugging Face.
-        files: the rows of the split.
-        name: the dataset's name.
-        split: the split's name.
     """
     if not len(files):
         raise DataError(f"dataset {name}: {files.files[0].shown} has no rows")
@@ -163,7 +159,6 @@ def _group_rows(
 
 
 def _is_text(schema: "pa.Schema", column: str) -> bool:
-    """Whether the values of a column are texts or lists of texts."""
     return column in schema.names and "string" in str(schema.field(column).type)
 
 

@@ -51,9 +51,13 @@ from clipkit.samples import (
 from clipkit.samples.remote import ShardFile, Unreachable, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
-from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, SampleImages, hash_values
-from eval.readers.files import (
+from eval.datasets.dataset import (
+    DEFAULT_TEMPLATES,
+    TEST,
+    EvalDataset,
+    SampleImages,
     check_dataset,
+    hash_values,
     read_json_file,
     read_lines,
     read_templates,
@@ -104,9 +108,6 @@ def open_published(
     Args:
         place: the dataset, a local folder or URL. A local folder may be a single split's; then the files in its
             parent describe the dataset.
-        samples: the samples of the split.
-        name: the dataset's name.
-        split: the split's name.
         metadata_names: names of all columns of each sample's ``npy``.
         members: where images and captions are.
     """
@@ -409,13 +410,6 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
     CLIP_benchmark and DataComp), ``vtab-dtd`` and ``vtab/dtd``; for ``sugar_crepe-swap_obj`` and ``aro-relation``
     also the files ``sugar_crepe/swap_obj.json`` (or in its ``data``) and ``aro/visual_genome_relation.json``.
     Locally and in stores that list their folders, datasets of all formats are found.
-
-    Args:
-        root: a folder, local or in a store, or an owner at Hugging Face (``hf://datasets/clip-benchmark``).
-        names: possible names, the most likely first.
-
-    Raises:
-        Unreachable: the store does not respond; for the next minute the error is raised without asking it again.
     """
     when, message = _unreachable.get(str(root), (-math.inf, ""))
     if time.monotonic() - when < _REMEMBERED:

@@ -18,8 +18,15 @@ import torch
 
 from clipkit.errors import ConfigError, DataError, Unavailable, nearest
 from clipkit.samples import MissingSplit, Samples, pillow_errors
-from eval.datasets.dataset import TEST, EvalDataset, SampleImages, list_some
-from eval.readers.files import check_dataset, encode_png, file_images
+from eval.datasets.dataset import (
+    TEST,
+    EvalDataset,
+    SampleImages,
+    check_dataset,
+    encode_png,
+    file_images,
+    list_some,
+)
 
 ALL = "all"  # the split of a dataset without splits
 
@@ -83,14 +90,8 @@ def open_torchvision(
     Args:
         kind: the name of the class, such as "CIFAR10".
         root: the folder of its files, as torchvision takes it.
-        name: the dataset's name; ``kind`` by default.
         split: "train", "val", "test", or "all" for datasets without splits.
         arguments: further arguments such as ``{"partition": 2}`` for DTD; they override the split's.
-
-    Raises:
-        MissingSplit: torchvision has no such split.
-        DataError: files, or a library to read them, are missing.
-        ConfigError: torchvision has no such dataset.
     """
     name = name or kind
     check_known(kind)
@@ -150,7 +151,6 @@ def check_known(kind: str) -> None:
 
 
 def _list_files(dataset: Any) -> list[Path] | None:
-    """Return the files of the images; None for a dataset of arrays."""
     files = []
     for entry in _list_entries(dataset, _FILES):
         file = entry[0] if isinstance(entry, tuple) else entry

@@ -22,8 +22,7 @@ from eval.options import ReportOptions
 from eval.report.comparison_page import build_comparison
 from eval.report.run_page import build_report
 from eval.report.tables import Facts, as_csv, as_latex, as_markdown
-from eval.results.records import json_lines, parse_integer
-from eval.results.scores import read_results
+from eval.results import json_lines, parse_integer, read_results
 from eval.results.table import read_table
 
 __all__ = ["as_csv", "as_latex", "as_markdown", "build_comparison", "build_report", "print_notes"]
@@ -118,7 +117,6 @@ def list_published(cards: Iterable[Card]) -> dict[str, Mapping[str, float] | Seq
 
 
 def _check_outputs(sources: Sequence[Path], outputs: Mapping[str, Path | None]) -> None:
-    """Raise ConfigError if an output would overwrite results, a file of a run, or another output."""
     inputs = list(sources)
     for source in sources:
         inputs += [source / "results.jsonl", source / "metrics.jsonl", source / "config.toml"]

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from clipkit.files import templates
 from eval.metrics import metric_title
-from eval.results.records import Thumbnail
+from eval.results import Thumbnail
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 TONES = 8  # colors of lines and dots
@@ -48,10 +48,10 @@ def format_number(value: float) -> str:
     if size >= 0.001:
         text = f"{value:.{max(0, 2 - math.floor(math.log10(size)))}f}"
         return text.rstrip("0").rstrip(".") if "." in text else text
-    return _scientific(value)
+    return _format_scientific(value)
 
 
-def _scientific(value: float) -> str:
+def _format_scientific(value: float) -> str:
     mantissa, exponent = f"{value:.2e}".split("e")
     power = str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return f"{mantissa.rstrip('0').rstrip('.')}×10{power}"
@@ -81,7 +81,7 @@ def format_field(value: object) -> str:
     if value is None:
         return ""
     if isinstance(value, Mapping):
-        return ", ".join(f"{key} {format_field(each)}" for key, each in value.items())
+        return ", ".join(f"{key} {format_field(part)}" for key, part in value.items())
     if isinstance(value, float):
         return format_number(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -281,13 +281,13 @@ def draw_chart(
         room = 0.02 * (max(xs) - min(xs))
     scale = _Scale(x0=min(xs) - room, x1=max(xs), y0=low, y1=high)
 
-    y_ticks = _ticks(low, high)
+    y_ticks = _choose_ticks(low, high)
     # if a number needs it, all are in scientific notation
     is_plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)
-    y_texts = [format_number(y) if is_plain or y == 0 else _scientific(y) for y in y_ticks]
+    y_texts = [format_number(y) if is_plain or y == 0 else _format_scientific(y) for y in y_ticks]
     labels = dict(x_ticks)
     if not x_ticks:
-        steps = [x for x in _ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
+        steps = [x for x in _choose_ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
         x_ticks = [(x, format_number(x)) for x in steps or [scale.x0]]
         x_ticks[-1] = x_ticks[-1][0], f"{x_ticks[-1][1]} {x_name}s"
     positions = []
@@ -339,7 +339,7 @@ def draw_chart(
 TEMPLATES.globals["draw_chart"] = draw_chart
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def _choose_ticks(low: float, high: float) -> list[float]:
     """List round numbers within low … high, in about four steps."""
     rough = (high - low) / 4
     power: float = 10.0 ** math.floor(math.log10(rough))
@@ -393,7 +393,7 @@ def draw_scatter(
     top = min(1.0, math.ceil(best / step + 0.2) * step)
     scale = _Scale(x0=min(logs) - 0.12, x1=max(logs) + 0.12, y0=bottom, y1=top)
     order = sorted(dots, key=lambda dot: (dot.x, -dot.y))
-    places = [(scale.left(math.log10(dot.x)), scale.top(dot.y)) for dot in order]
+    positions = [(scale.left(math.log10(dot.x)), scale.top(dot.y)) for dot in order]
     frontier = [dot for i, dot in enumerate(order) if all(dot.y > other.y for other in order[:i])]
     # powers of ten, and numbers between them if these are few
     exponents = range(math.floor(scale.x0), math.ceil(scale.x1) + 1)
@@ -405,10 +405,10 @@ def draw_scatter(
             break
     # each dot's number is on the first side without a dot or another number
     width, height = _NUMBER
-    taken = list(places)
+    occupied = list(positions)
     numbers = []
-    for own in places:
-        sides = [(own[0] + dx * width * 0.75, own[1] + dy * height) for dx, dy in _SIDES]
+    for dot_x, dot_y in positions:
+        sides = [(dot_x + dx * width * 0.75, dot_y + dy * height) for dx, dy in _SIDES]
         free = (
             (x, y)
             for x, y in sides
@@ -416,15 +416,15 @@ def draw_scatter(
             and 2 <= y <= 98
             and not any(
                 abs(x - other[0]) < width * 0.7 and abs(y - other[1]) < height * 0.9
-                for other in taken
-                if other != own
+                for other in occupied
+                if other != (dot_x, dot_y)
             )
         )
         numbers.append(next(free, sides[0]))
-        taken.append(numbers[-1])
+        occupied.append(numbers[-1])
     return load_macro("charts.html", "scatter")(
         title,
-        list(zip(order, places, numbers, strict=True)),
+        list(zip(order, positions, numbers, strict=True)),
         [
             (scale.points([(math.log10(dot.x), dot.y) for dot in (first, last)]), last.tone, dashed)
             for first, last, dashed in lines

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from clipkit.errors import DataError
 from clipkit.files import write_page
 from eval.datasets.dataset import TEST, list_some
-from eval.features.image_models import TIMM
+from eval.features.adapters import TIMM
 from eval.metrics import is_fraction, metric_title
 from eval.report.charts import (
     TEMPLATES,
@@ -31,7 +31,6 @@ from eval.report.charts import (
     draw_chart,
     draw_scatter,
     format_number,
-    format_value,
     load_macro,
 )
 from eval.report.tables import (
@@ -49,8 +48,7 @@ from eval.report.tables import (
     score_table,
     task_tables,
 )
-from eval.results.records import Details, Packed, read_all_details
-from eval.results.scores import PREFIX
+from eval.results import PREFIX, Details, Packed, read_all_details
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, is_same_data
 
 _HEADLINES = 4
@@ -76,10 +74,6 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
     Args:
         results: ``results.jsonl`` files, optionally with details next to them.
         out: the page, written atomically.
-        facts: about the datasets.
-
-    Raises:
-        DataError: a results file cannot be read, there are no scores, or the page cannot be written.
     """
     scores = read_scores(results)
     tables = task_tables(scores, **facts)
@@ -127,7 +121,6 @@ def _capitalize(text: str) -> str:
 
 
 def _build_headline(table: ScoreTable, row: Line | Average) -> Headline:
-    """Show the best model of a row."""
     best = max(row.values, key=row.values.__getitem__)
     value = row.values[best]
     details = [f"best: {table.models[best].label}"] if len(table.models) > 1 else []
@@ -141,7 +134,6 @@ def _build_headline(table: ScoreTable, row: Line | Average) -> Headline:
 
 
 def _rank_models(table: ScoreTable) -> list[tuple[Average, list[Bar]]]:
-    """Rank several models, and published ones, by the means over suites."""
     leaders = []
     for average in table.averages[:_SUITES] if len(table.models) > 1 else ():
         bars = [Bar(name=table.models[i].label, value=value) for i, value in average.values.items()]
@@ -213,7 +205,6 @@ def _chart_costs(as_trained: ScoreTable, probe: ScoreTable | None) -> list[Marku
 
 
 def _chart_cost(models: Sequence[Model], row: Line | Average, *, families: bool = False) -> Markup:
-    """Chart a row over the image tower's GFLOPs, if models differ in them."""
     dots: dict[int, Dot] = {}
     for i, value in row.values.items():
         model = models[i]
@@ -322,7 +313,6 @@ def _describe_options(rows: Sequence[Record]) -> dict[str, str]:
 
 
 def _list_revisions(rows: Sequence[Record]) -> dict[str, str]:
-    """By dataset, the revisions of its images and prompts."""
     revisions = {}
     for (dataset, split), split_rows in group_by(rows, attrgetter("dataset", "split")).items():
         texts: dict[str, None] = {}
@@ -338,7 +328,6 @@ def _list_revisions(rows: Sequence[Record]) -> dict[str, str]:
 
 # --------------------------------------------------------------------------------------------------------------
 # Curves over images per class, layers and dimensions: means over the datasets that all curves have.
-
 
 _MOST_LAYERS = 13  # layer numbers that fit on an axis as wide as a phone
 _SHOTS = re.compile(r"(\d{1,4})-shot\b[ ,]*(.*)")
@@ -391,7 +380,6 @@ def few_shot_chart(scores: ResultTable, zero_shot: ScoreTable) -> dict[str, Any]
 
 
 def _find_spread(row: Record, deviations: Mapping[tuple[int, str, str, str], float]) -> float | None:
-    """Return the standard deviation over seeds, or else half the interval."""
     half = None
     if row.interval is not None:
         half = (row.interval[1] - row.interval[0]) / 2
@@ -546,7 +534,6 @@ def _describe_shared(shared: Mapping[int, tuple[str, ...]], total: int) -> str:
 # --------------------------------------------------------------------------------------------------------------
 # Details of models on datasets: ranks, calibration, confusion, frequent mistakes and examples.
 
-
 _BLOCKS = 96  # models on datasets that are shown in detail
 _SHADES = 6  # of a confusion matrix
 _LISTED = 8  # mistakes and classes
@@ -588,19 +575,19 @@ class Block:
                     return None
         if not ranks:
             return Markup()
-        last = max(own_ranks[-1] for own_ranks in ranks.values())
+        last = max(query_ranks[-1] for query_ranks in ranks.values())
         steps = [factor * 10**power for power in range(8) for factor in (1, 3)]
         first = [*(k for k in steps if 1.5 * k < last), last]
         lines = []
-        for tone, (direction, own_ranks) in enumerate(ranks.items(), start=1):
-            recalls = [100 * bisect_right(own_ranks, k) / len(own_ranks) for k in first]
+        for tone, (direction, query_ranks) in enumerate(ranks.items(), start=1):
+            recalls = [100 * bisect_right(query_ranks, k) / len(query_ranks) for k in first]
             lines.append(
                 ChartLine(
                     name=direction,
                     points=[(float(i), recall) for i, recall in enumerate(recalls)],
                     tone=tone,
                     dots=True,
-                    summary=f"median rank {format_number(median(own_ranks))}",
+                    summary=f"median rank {format_number(median(query_ranks))}",
                 )
             )
         return draw_chart(
@@ -718,25 +705,24 @@ def detail_sections(
 
 
 def _sort_blocks(scores: ResultTable, details: Sequence[Details]) -> list[Block]:
-    """Sort the details of the scores' models by dataset and model, those of trained tasks last."""
     models = {model.weights: i for i, model in reversed(list(enumerate(scores.models)))}
     order = {name: i for i, name in enumerate(dict.fromkeys(row.dataset for row in scores.rows))}
-    rows = {(row.model, *row.series): row for row in reversed(scores.rows)}
-    shown = [each for each in details if each.weights in models and each.dataset in order]
-    shown.sort(
-        key=lambda each: (order[each.dataset], models[each.weights], each.task not in AS_TRAINED, each.key)
-    )
+    rows: dict[tuple[int | str, ...], Record] = {}
+    for row in reversed(scores.rows):
+        rows[row.model, *row.series] = row
+    shown = [record for record in details if record.weights in models and record.dataset in order]
+
+    def position(record: Details) -> tuple[int, int, bool, tuple[str, ...]]:
+        is_trained = record.task not in AS_TRAINED
+        return order[record.dataset], models[record.weights], is_trained, record.key
+
     blocks = []
-    for each in shown:
-        model = models[each.weights]
-        row = rows.get((model, each.dataset, each.split, each.task, each.prompt_set, each.setting))
+    for record in sorted(shown, key=position):
+        model = models[record.weights]
+        main = rows.get((model, *record.key[1:]))
         score = ""
-        if row is not None:
-            value = (
-                format_value(100 * row.value, "%")
-                if is_fraction(row.metric, row.value)
-                else format_number(row.value)
-            )
-            score = f"{metric_title(row.metric)} {value}"
-        blocks.append(Block(model=scores.models[model], details=each, score=score))
+        if main is not None:
+            value = TableRow(metric=main.metric, values={model: main.value}).format_value(main.value)
+            score = f"{metric_title(main.metric)} {value}"
+        blocks.append(Block(model=scores.models[model], details=record, score=score))
     return blocks

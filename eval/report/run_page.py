@@ -2,8 +2,9 @@
 
 import math
 import shlex
+import tomllib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from clipkit.config import load_config
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.expected import expected_score
 from clipkit.files import redact_secrets, write_page
 from clipkit.samples.remote import cache_folder
@@ -34,10 +35,256 @@ from eval.report.charts import (
     smooth_points,
 )
 from eval.report.tables import TableRow, build_row, format_setting, join_words
-from eval.results.records import Snapshot
-from eval.results.run_folder import Result, RunFolder, read_run_folder
-from eval.results.scores import PREFIX
-from eval.results.table import Series, group_by
+from eval.results import (
+    PREFIX,
+    Snapshot,
+    find_snapshots,
+    json_lines,
+    parse_finite,
+    parse_integer,
+    read_snapshot,
+)
+from eval.results.table import Record, Series, group_by, read_records
+
+# --------------------------------------------------------------------------------------------------------------
+# What the page shows of a run folder: config, metrics, scores, snapshots and bad samples.
+
+_METRICS = (
+    "loss", "chance", "floor", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
+    "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
+)  # fmt: skip
+_TERM = "loss_"  # prefix of the metrics of local terms, such as loss_caption
+_LOSS_TIME = "loss_time"  # seconds of a step that the loss takes
+_SNAPSHOTS = 5  # per dataset
+_BAD_SAMPLES = 5
+_RANKS = 8  # the slowest ones
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Record):
+    """A score at a step of a training."""
+
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFolder:
+    """The contents of a run folder that the page shows.
+
+    Attributes:
+        name: the folder's name.
+        config_text: the text of ``config.toml``, or "".
+        config: parsed, {} if that fails.
+        steps: number of steps in the config.
+        scored_on: the datasets of ``eval.data`` in the config.
+        first_score: the step of the first scores according to the config, or 0.
+        metrics: by name, the finite (step, value) points of a curve in order of steps.
+        results: scores in order of steps.
+        snapshots: at most five per dataset, evenly spaced, with the first and the last.
+        bad_samples: number of samples that could not be used.
+        first_bad: shard, key and cause of the first few.
+        ranks: milliseconds per step of the slowest ranks at the end, by the name of the rank and of the phase.
+        notes: notes on missing or broken files.
+    """
+
+    name: str
+    config_text: str
+    config: Mapping[str, Any]
+    steps: int | None
+    scored_on: Sequence[str]
+    first_score: int
+    metrics: Mapping[str, Sequence[tuple[int, float]]]
+    results: Sequence[Result]
+    snapshots: Mapping[str, Sequence[Snapshot]]
+    bad_samples: int
+    first_bad: Sequence[tuple[str, str, str]]
+    ranks: Mapping[str, Mapping[str, float]]
+    notes: Sequence[str]
+
+    def curve(self, metric: str) -> Sequence[tuple[float, float]]:
+        return self.metrics.get(metric, ())
+
+    @property
+    def terms(self) -> dict[str, Sequence[tuple[float, float]]]:
+        """The local terms of the loss."""
+        return {
+            name.removeprefix(_TERM).replace("_", " ").capitalize(): points
+            for name, points in self.metrics.items()
+            if name.startswith(_TERM)
+        }
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a curve."""
+        points = self.curve(metric)
+        return points[-1][1] if points else None
+
+    @property
+    def step(self) -> int | None:
+        """The last step with any record."""
+        steps = [points[-1][0] for points in self.metrics.values()]
+        steps += [result.step for result in self.results]
+        return max(steps, default=None)
+
+
+def read_run_folder(run: Path) -> RunFolder:
+    """Read a run folder; any file may be missing, and the last line of any may be cut short."""
+    try:
+        if not run.is_dir():
+            raise DataError(f"no run folder at {run}")
+        return _read_files(run)
+    except OSError as error:
+        raise DataError(f"cannot read the run folder {str(run)[:200]}: {error.strerror}") from error
+
+
+def _read_files(run: Path) -> RunFolder:
+    notes: list[str] = []
+    config_text, config = _read_config(run / "config.toml", notes)
+    metrics, ranks = _read_metrics(run / "metrics.jsonl", notes)
+    section = config.get("eval")
+    if not isinstance(section, Mapping):
+        section = {}
+    datasets = section.get("data")
+    if not isinstance(datasets, list):
+        datasets = []
+    steps = parse_integer(config.get("steps"))
+    due_steps = [due for due in (parse_integer(section.get("every_steps")), steps) if due and due > 0]
+    first_score = min(due_steps, default=0)
+    # scores are missed only if the config asks for them, and by the last step
+    step = max((points[-1][0] for points in metrics.values()), default=None)
+    due = not config or (bool(datasets) and (step is None or step >= first_score))
+    results = _read_results(run / "results.jsonl", notes, "there are no scores to show" if due else "")
+    snapshots = _read_snapshots(run, notes)
+    if not snapshots and due:
+        notes.append("There are no snapshots, so predictions and images are not shown.")
+    if not (config_text or metrics or results or snapshots):
+        raise DataError(f"{run} is not a run folder: it has no config.toml, metrics, results or snapshots")
+    bad_samples, first_bad = _read_bad_samples(run, notes)
+    return RunFolder(
+        name=run.resolve().name,
+        config_text=config_text,
+        config=config,
+        steps=steps,
+        scored_on=list(map(str, datasets)),
+        first_score=first_score,
+        metrics=metrics,
+        results=results,
+        snapshots=snapshots,
+        bad_samples=bad_samples,
+        first_bad=first_bad,
+        ranks=ranks,
+        notes=notes,
+    )
+
+
+def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    if not path.is_file():
+        notes.append("config.toml is missing, so the settings of this run are not shown.")
+        return "", {}
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        notes.append("config.toml is too large to be a config, and is not shown.")
+        return "", {}
+    text = path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return text, tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers of thousands of digits
+        notes.append(f"config.toml is not valid TOML ({error}); it is shown as plain text.")
+        return text, {}
+
+
+def _read_metrics(
+    path: Path, notes: list[str]
+) -> tuple[dict[str, list[tuple[int, float]]], dict[str, dict[str, float]]]:
+    """Return the points of each curve, and the last times of the slowest ranks."""
+    columns: dict[str, dict[int, float]] = {name: {} for name in _METRICS}
+    not_finite: set[str] = set()
+    ranks: dict[str, dict[str, float]] = {}
+    for line in json_lines(path, notes, "the curves of the training are not shown"):
+        step = parse_integer(line.get("step"))
+        if step is None:
+            continue
+        ranks = _find_slowest_ranks(line.get("ranks")) or ranks
+        for name, value in line.items():
+            if name not in columns:
+                if not name.startswith(_TERM) or name == _LOSS_TIME:
+                    continue
+                columns[name] = {}
+            finite = parse_finite(value)
+            # a resumed training repeats steps: the last value counts
+            if finite is not None:
+                columns[name][step] = finite
+            elif isinstance(value, float):
+                not_finite.add(name)
+    if not_finite:
+        names = ", ".join(sorted(not_finite))
+        notes.append(f"Some values of {names} are not finite numbers and are left out.")
+    return {name: sorted(column.items()) for name, column in columns.items() if column}, ranks
+
+
+def _find_slowest_ranks(record: object) -> dict[str, dict[str, float]]:
+    """Return what a line of metrics.jsonl says about ranks, slowest first; {} if it says nothing usable."""
+    if not isinstance(record, Mapping):
+        return {}
+    names = record.get("names")
+    if not isinstance(names, list):
+        return {}
+    phases: dict[str, list[float]] = {}
+    for phase, values in record.items():
+        if isinstance(values, list) and phase != "names" and len(values) == len(names):
+            phases[str(phase)] = [parse_finite(value) or 0.0 for value in values]
+    waiting = phases.get("waiting", [0.0] * len(names))
+    order = sorted(range(len(names)), key=waiting.__getitem__)
+    return {str(names[i]): {phase: values[i] for phase, values in phases.items()} for i in order[:_RANKS]}
+
+
+def _read_results(path: Path, notes: list[str], consequence: str) -> list[Result]:
+    scores: dict[tuple[int, tuple[str, ...]], Result] = {}
+    for record in read_records(path, notes, consequence):
+        if record.step is not None:
+            result = Result(**vars(record))
+            before = scores.get((result.step, result.what))
+            # the training's own score counts
+            if before is None or result.scored_in_training or not before.scored_in_training:
+                scores[result.step, result.what] = result
+    # stable: within a step, as written
+    return sorted(scores.values(), key=lambda result: result.step)
+
+
+def _read_snapshots(run: Path, notes: list[str]) -> dict[str, list[Snapshot]]:
+    snapshots: dict[str, list[Snapshot]] = {}
+    for path_of_step in find_snapshots(run).values():
+        paths = list(path_of_step.values())
+        if len(paths) > _SNAPSHOTS:
+            paths = [paths[round(i * (len(paths) - 1) / (_SNAPSHOTS - 1))] for i in range(_SNAPSHOTS)]
+        for path in paths:
+            try:
+                snapshot = read_snapshot(path)
+            except DataError:
+                notes.append(f"snapshots/{path.name} cannot be read and is left out.")
+            else:
+                snapshots.setdefault(snapshot.dataset, []).append(snapshot)
+    return snapshots
+
+
+def _read_bad_samples(run: Path, notes: list[str]) -> tuple[int, list[tuple[str, str, str]]]:
+    """Return their number, and shard, key and cause of the first few."""
+    count = 0
+    first: list[tuple[str, str, str]] = []
+    for path in sorted(run.glob("bad_samples*.jsonl")):
+        for line in json_lines(path, notes, ""):
+            count += 1
+            if len(first) < _BAD_SAMPLES:
+                cause = line.get("cause", line.get("error", line.get("reason", "")))
+                first.append((str(line.get("shard", "")), str(line.get("key", "")), str(cause)))
+    if count:
+        notes.append(
+            f"{count:,} samples could not be used and were replaced; the causes are at the end of the page."
+        )
+    return count, first
+
+
+# --------------------------------------------------------------------------------------------------------------
+# The page.
 
 _IN_BATCH = {"image_to_text_R@1": "image → text", "text_to_image_R@1": "text → image"}
 _MEAN = "mean_R@1"  # of both directions of retrieval
@@ -61,9 +308,6 @@ def build_report(run: Path, out: Path | None = None) -> Path:
     Args:
         run: the run folder. Any of its files may be missing or cut short; the page says which.
         out: the file to write, atomically; by default ``report.html`` in the run folder.
-
-    Raises:
-        DataError: there is no run folder, or the page cannot be written.
     """
     folder = read_run_folder(run)
     last = [snapshots[-1] for snapshots in folder.snapshots.values()]
@@ -73,13 +317,13 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         run=folder,
         notes=folder.notes,
         headlines=select_headlines(folder.results, folder.step),
-        lines=_training_lines(folder),
+        lines=_draw_training(folder),
         terms={
-            name: _noisy("loss", points, format_number(points[-1][1]))
+            name: _smooth_line("loss", points, format_number(points[-1][1]))
             for name, points in folder.terms.items()
         },
-        utilization=_utilization_line(folder.curve("mfu")),
-        score_charts=_score_charts(folder),
+        utilization=_draw_utilization(folder.curve("mfu")),
+        score_charts=_chart_scores(folder),
         thumbnails=Thumbnails(),
         has_heatmaps=any(example.heat for snapshot in last for example in snapshot.examples),
         has_classes=any(hit.right is not None for query in queries for hit in query.hits),
@@ -247,22 +491,23 @@ def _compare_similarities(snapshots: Sequence[Snapshot]) -> dict[str, Any] | Non
     return {"shown": shown, "low": low, "high": max(*above, low + _LEAST_RANGE), "last": having[-1]}
 
 
-def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
-    """Return the lines of the charts of what is logged at each step."""
+def _draw_training(run: RunFolder) -> dict[str, list[ChartLine]]:
     loss = run.curve("loss")
-    losses = [_noisy("loss", loss, format_number(loss[-1][1]) if loss else None)]
+    losses = [_smooth_line("loss", loss, format_number(loss[-1][1]) if loss else None)]
     chance = run.curve("chance")
     if chance:
-        losses.append(ChartLine(name=_chance_name(run, chance[-1][1]), points=_thin(chance), reference=True))
+        losses.append(
+            ChartLine(name=_name_chance(run, chance[-1][1]), points=_thin_points(chance), reference=True)
+        )
     floor = run.curve("floor")
     if floor:
         name = f"floor, entropy of the targets, {format_number(fmean(value for _, value in floor))}"
-        losses.append(ChartLine(name=name, points=_thin(floor), reference=True))
+        losses.append(ChartLine(name=name, points=_thin_points(floor), reference=True))
     in_batch = []
     for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1):
-        in_batch.append(ChartLine(name=name, points=_thin(_percent(run.curve(key))), tone=tone))
+        in_batch.append(ChartLine(name=name, points=_thin_points(_to_percent(run.curve(key))), tone=tone))
     scale = run.curve("scale")
-    scales = [ChartLine(name="exp(t)", points=_thin(scale))]
+    scales = [ChartLine(name="exp(t)", points=_thin_points(scale))]
     if scale:
         scales.append(
             ChartLine(name=f"cap {format_number(_CAP)}", points=[(scale[0][0], _CAP)], reference=True)
@@ -280,13 +525,13 @@ def _training_lines(run: RunFolder) -> dict[str, list[ChartLine]]:
         "loss": losses,
         "in_batch": [line for line in in_batch if line.points],
         "scale": scales,
-        "rate": [ChartLine(name="learning rate", points=_thin(rate), summary=highest)],
-        "speed": [_noisy("speed", speed, _median(speed, " samples/s"))],
-        "waiting": [_noisy("time waiting for data", waiting, _median(waiting, "%"))],
+        "rate": [ChartLine(name="learning rate", points=_thin_points(rate), summary=highest)],
+        "speed": [_smooth_line("speed", speed, _describe_median(speed, " samples/s"))],
+        "waiting": [_smooth_line("time waiting for data", waiting, _describe_median(waiting, "%"))],
     }
 
 
-def _chance_name(run: RunFolder, value: float) -> str:
+def _name_chance(run: RunFolder, value: float) -> str:
     config = run.config.get("loss")
     if not isinstance(config, Mapping):
         config = {}
@@ -296,7 +541,7 @@ def _chance_name(run: RunFolder, value: float) -> str:
     return f"chance {format_number(value)}"
 
 
-def _utilization_line(mfu: Sequence[Point]) -> tuple[ChartLine, bool]:
+def _draw_utilization(mfu: Sequence[Point]) -> tuple[ChartLine, bool]:
     """Return the utilization of the device, and whether it is that of the fastest step.
 
     No step can exceed the device's peak: if one does, the measured peak is too low, and the fastest step is closer.
@@ -304,12 +549,14 @@ def _utilization_line(mfu: Sequence[Point]) -> tuple[ChartLine, bool]:
     most = max((fraction for _, fraction in mfu), default=0.0)
     if most > 1:
         points = [(step, 100 * fraction / most) for step, fraction in mfu]
-        return _noisy("device utilization", points, _median(points, "% of the fastest step")), True
-    points = _percent(mfu)
-    return _noisy("device utilization (mfu)", points, _median(points, "%")), False
+        return _smooth_line(
+            "device utilization", points, _describe_median(points, "% of the fastest step")
+        ), True
+    points = _to_percent(mfu)
+    return _smooth_line("device utilization (mfu)", points, _describe_median(points, "%")), False
 
 
-def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
+def _chart_scores(run: RunFolder) -> list[dict[str, Any]]:
     """Describe a chart of each series of several steps: a few metrics, the first with its interval, and chance.
 
     Prefixes of the embedding follow the whole in a chart of its first metric.
@@ -321,12 +568,12 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
         first = metrics[main]
         if len(first) < 2 or PREFIX.fullmatch(series[-1]):
             continue
-        percent = _are_percent(first)
+        percent = _are_in_percent(first)
         factor, unit = (100.0, "%") if percent else (1.0, "")
-        lines = [_score_line(metric_title(main), first, factor)]
+        lines = [_draw_scores(metric_title(main), first, factor)]
         for name in _BESIDE.get(main, [name for name in metrics if name != main][:1]):
-            if name in metrics and _are_percent(metrics[name]) == percent:
-                lines.append(_score_line(metric_title(name), metrics[name], factor, tone=len(lines) + 1))
+            if name in metrics and _are_in_percent(metrics[name]) == percent:
+                lines.append(_draw_scores(metric_title(name), metrics[name], factor, tone=len(lines) + 1))
         band = []
         for result in first:
             if result.interval is not None:
@@ -354,25 +601,25 @@ def _score_charts(run: RunFolder) -> list[dict[str, Any]]:
             if match and (*others, match[2]) == series and main in other_metrics:
                 prefixes[int(match[1])] = other_metrics[main]
         if prefixes:
-            curves = [_score_line("all", first, factor)]
+            curves = [_draw_scores("all", first, factor)]
             for dim in sorted(prefixes, reverse=True):
-                curves.append(_score_line(str(dim), prefixes[dim], factor, tone=len(curves) + 1))
+                curves.append(_draw_scores(str(dim), prefixes[dim], factor, tone=len(curves) + 1))
             title = f"{chart['title']}: {metric_title(main)} by dimension"
             note = "of the first elements of the embedding (loss.dims)"
             charts.append({**chart, "title": title, "note": note, "lines": curves})
     return charts[:_CHARTS]
 
 
-def _are_percent(results: Sequence[Result]) -> bool:
+def _are_in_percent(results: Sequence[Result]) -> bool:
     return all(_build_row(result).in_percent for result in results)
 
 
-def _score_line(name: str, results: Sequence[Result], factor: float, tone: int = 1) -> ChartLine:
+def _draw_scores(name: str, results: Sequence[Result], factor: float, tone: int = 1) -> ChartLine:
     points = [(result.step, factor * result.value) for result in results]
     return ChartLine(name=name, points=points, tone=tone, dots=True)
 
 
-def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine:
+def _smooth_line(name: str, points: Sequence[Point], summary: str | None) -> ChartLine:
     """Draw many points as a smoothed line before a band from the minimum to the maximum raw value."""
     if len(points) < _MANY:
         return ChartLine(name=name, points=points, summary=summary)
@@ -383,18 +630,18 @@ def _noisy(name: str, points: Sequence[Point], summary: str | None) -> ChartLine
         _, _, lows, highs = zip(*buckets[max(0, i - 1) : i + 2], strict=True)
         band.append((bucket[0], min(lows), max(highs)))
     smoothed = smooth_points(points, len(points) / _SMOOTHED)
-    return ChartLine(name=name, points=_thin(smoothed), band=band, summary=summary)
+    return ChartLine(name=name, points=_thin_points(smoothed), band=band, summary=summary)
 
 
-def _percent(points: Sequence[Point]) -> list[Point]:
+def _to_percent(points: Sequence[Point]) -> list[Point]:
     return [(step, 100 * fraction) for step, fraction in points]
 
 
-def _thin(points: Sequence[Point]) -> list[Point]:
+def _thin_points(points: Sequence[Point]) -> list[Point]:
     return [(x, last) for x, last, _, _ in downsample_points(points)]
 
 
-def _median(points: Sequence[Point], unit: str) -> str | None:
+def _describe_median(points: Sequence[Point], unit: str) -> str | None:
     if not points:
         return None
     return f"median {format_value(median_high(value for _, value in points), unit)}"

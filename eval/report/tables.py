@@ -36,18 +36,8 @@ _DIRECTIONS = ("image_to_text_R@1", "text_to_image_R@1")
 _RETRIEVAL = (*_DIRECTIONS, "mean_R@1")
 _CURVES = ("-shot", "layer ", "dim ")  # settings that are points of a curve
 _CSV_NAMES = (
-    "dataset",
-    "split",
-    "task",
-    "prompt_set",
-    "setting",
-    "metric",
-    "value",
-    "n",
-    "low",
-    "high",
-    "chance",
-)
+    "dataset", "split", "task", "prompt_set", "setting", "metric", "value", "n", "low", "high", "chance",
+)  # fmt: skip
 _HEADER = ("Dataset", "Task", "Metric")
 _LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "$": r"\$", "&": r"\&", "#": r"\#", "%": r"\%", "_": r"\_",
@@ -316,19 +306,19 @@ def _select_published(
         if isinstance(scores, Mapping):
             names |= dict.fromkeys(scores)
         else:
-            names |= dict.fromkeys(chain.from_iterable(each.values for each in scores))
+            names |= dict.fromkeys(chain.from_iterable(sets.values for sets in scores))
     shown = set()
     for model in models:
-        shown |= {_letters(model.name), _letters(model.label), _letters(model.architecture)}
-    selected = [name for name in names if _letters(name) in shown - {""}]
+        shown |= {_simplify_name(model.name), _simplify_name(model.label), _simplify_name(model.architecture)}
+    selected = [name for name in names if _simplify_name(name) in shown - {""}]
     return tuple(selected or [*names][:_MOST_PUBLISHED])
 
 
-def _letters(name: str) -> str:
+def _simplify_name(name: str) -> str:
     return "".join(filter(str.isalnum, name.lower())).removesuffix("quickgelu")
 
 
-def _averaged_setting(kind: _Kind) -> str:
+def _get_averaged_setting(kind: _Kind) -> str:
     return "" if kind[0] in AS_TRAINED else kind[3]
 
 
@@ -345,16 +335,16 @@ def _build_lines(
     kinds = group_by(rows, attrgetter("task", "split", "prompt_set", "setting"))
     usual: dict[tuple[str, str], _Kind] = {}
     for kind in sorted(kinds, key=lambda kind: -len({row.model for row in kinds[kind]})):
-        usual.setdefault((kind[0], _averaged_setting(kind)), kind)
+        usual.setdefault((kind[0], _get_averaged_setting(kind)), kind)
     main_tasks: dict[str, str] = {}
     # the task of the primary metric, or else the first
     for kind in sorted(
         kinds, key=lambda kind: (all(row.metric != primary for row in kinds[kind]), tasks.index(kind[0]))
     ):
-        main_tasks.setdefault(_averaged_setting(kind), kind[0])
+        main_tasks.setdefault(_get_averaged_setting(kind), kind[0])
     lines = []
     for kind, kind_rows in kinds.items():
-        task, setting = kind[0], _averaged_setting(kind)
+        task, setting = kind[0], _get_averaged_setting(kind)
         metrics = group_by(kind_rows, attrgetter("metric"))
         main_metric = primary if primary is not None and primary in metrics else next(iter(metrics))
         shown = [main_metric]
@@ -455,7 +445,6 @@ def _build_average(
     models: int,
     metric: str = "",
 ) -> Average | None:
-    """Average over the datasets that all models with any of them have; None if these are fewer than two."""
     groups = [datasets[name] for name in names if name in datasets]
     having: set[int] = set()
     for line in chain.from_iterable(groups):
@@ -480,7 +469,6 @@ def _build_average(
 
 
 def _average_published(groups: Sequence[Sequence[Line]]) -> dict[str, float]:
-    """Average the published values that all groups of lines have."""
     means: dict[str, list[float]] = {}
     for group in groups:
         values: dict[str, list[float]] = {}
@@ -544,7 +532,7 @@ def as_latex(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
 
     Tasks are separated by rules, means followed by a space, and the best model of each row is in bold.
     """
-    header, tables = _text_tables(results, facts, _LATEX, r"\textbf{{{}}}", "--")
+    header, tables = _format_tables(results, facts, _LATEX, r"\textbf{{{}}}", "--")
     lines = [
         "% needs \\usepackage{booktabs}; numbers are percentages",
         f"\\begin{{tabular}}{{lll{'r' * (len(header) - len(_HEADER))}}}",
@@ -562,7 +550,7 @@ def as_latex(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
 
 def as_markdown(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
     """Format the table of models × datasets for GitHub, with the best model of each row in bold."""
-    header, tables = _text_tables(results, facts, _MARKDOWN, "**{}**", "")
+    header, tables = _format_tables(results, facts, _MARKDOWN, "**{}**", "")
     lines = [header, ["---"] * len(_HEADER) + ["---:"] * (len(header) - len(_HEADER))]
     for means, others in tables:
         lines += [*means, *others]
@@ -572,18 +560,9 @@ def as_markdown(results: Sequence[Path], **facts: Unpack[Facts]) -> str:
 _Cells = list[list[str]]
 
 
-def _text_tables(
+def _format_tables(
     results: Sequence[Path], facts: Facts, escapes: Mapping[str, str], bold: str, missing: str
 ) -> tuple[list[str], list[tuple[_Cells, _Cells]]]:
-    """Format the header, with models and published numbers as columns, and the means and lines of each task.
-
-    Args:
-        results: results files.
-        facts: about the datasets.
-        escapes: replacements of characters in names.
-        bold: the format of the best values.
-        missing: the text for a missing value.
-    """
     scores = read_scores(results)
     tables = task_tables(scores, curves=True, **facts).values()
     published = list(dict.fromkeys(chain.from_iterable(table.published for table in tables)))

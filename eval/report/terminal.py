@@ -17,7 +17,7 @@ from rich.text import Text
 from clipkit.files import printable
 from eval.metrics import is_fraction, is_informative, is_rank, metric_title
 from eval.report.tables import PLAIN
-from eval.results.scores import Score
+from eval.results import Score
 
 WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name
@@ -25,7 +25,7 @@ LEAST_NAME = 7  # on a narrow terminal
 _METRIC = 9  # minimum width of a metric, so that it breaks only between words
 GAP = 2  # characters between columns
 _SHOTS = re.compile(r"(\d+)-shot ?(.*)")
-_table = partial(Table, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+_create_table = partial(Table, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ def score_table(scores: Sequence[Score]) -> RenderableType:
     shown = [score for score in scores if is_informative(score.metric, score.n)]
     few = [score for score in shown if score.task == "few-shot" and _SHOTS.fullmatch(score.setting)]
     others = [score for score in shown if score not in few]
-    plain = [Fitted(partial(_plain, others))] if others or not few else []
-    return Group(*plain, Fitted(lambda width: Group(*_few_shot(few, min(width, WIDTH)))))
+    plain = [Fitted(partial(_tabulate_plain, others))] if others or not few else []
+    return Group(*plain, Fitted(lambda width: Group(*_tabulate_few_shot(few, min(width, WIDTH)))))
 
 
-def _plain(scores: Sequence[Score], width: int) -> Table:
+def _tabulate_plain(scores: Sequence[Score], width: int) -> Table:
     """Show one row per score; chance, n and then the interval are left out if they do not fit."""
     several = len({score.task for score in scores}) > 1
     before: tuple[str, ...] = ()
@@ -70,9 +70,11 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
     value = "value %" if not plain else "% or rank" if all(map(is_rank, plain)) else "% or value"
     chance = "chance %" if value != "% or value" else "chance"
     cells = {
-        value: [_value(score, score.value) for score in scores],
-        "95% interval": [_interval(score) for score in scores],
-        chance: ["" if score.chance is None else _value(score, score.chance, digits=2) for score in scores],
+        value: [_format_value(score, score.value) for score in scores],
+        "95% interval": [_format_interval(score) for score in scores],
+        chance: [
+            "" if score.chance is None else _format_value(score, score.chance, digits=2) for score in scores
+        ],
         "n": [f"{score.n:,}" for score in scores],
     }
     words = [word for score in scores for word in format_metric(score.metric).split()]
@@ -82,14 +84,14 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
 
     def room() -> int:
         """The width left for names."""
-        others = [metric, *(max(map(cell_len, [head, *own])) for head, own in cells.items())]
+        others = [metric, *(max(map(cell_len, [head, *texts])) for head, texts in cells.items())]
         return width - GAP - sum(column + GAP for column in others)
 
     for head in (chance, "n", "95% interval"):
         if room() < widest:
             del cells[head]
     most = max(LEAST_NAME, min(_NAME, room()))
-    table = _table()
+    table = _create_table()
     table.add_column("dataset", no_wrap=True)
     table.add_column("metric", overflow="fold", min_width=metric)
     for head in cells:
@@ -97,12 +99,12 @@ def _plain(scores: Sequence[Score], width: int) -> Table:
     for i, score in enumerate(scores):
         if i in sections:
             table.add_section()
-        own = (column[i] for column in cells.values())  # Text is not read as markup
-        table.add_row(break_name(names[i], most), Text(format_metric(score.metric)), *own)
+        texts = (column[i] for column in cells.values())  # Text is not read as markup
+        table.add_row(break_name(names[i], most), Text(format_metric(score.metric)), *texts)
     return table
 
 
-def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
+def _tabulate_few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
     """Show a table per dataset: a row per metric and estimator, a column per number of images per class."""
     spread = {
         (score.dataset, score.setting, score.metric.removesuffix("_std")): score
@@ -120,8 +122,8 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
         if score is None:
             return "–"
         std = spread.get((score.dataset, score.setting, score.metric))
-        value = _value(score, score.value) + (f" ±{_value(std, std.value)}" if std else "")
-        return f"{value}\n{_interval(score)}".rstrip()
+        value = _format_value(score, score.value) + (f" ±{_format_value(std, std.value)}" if std else "")
+        return f"{value}\n{_format_interval(score)}".rstrip()
 
     chance = width >= WIDTH // 2  # left out on a narrower terminal
     room = width - _METRIC - 2 * GAP - (len("chance") if chance else 0)
@@ -139,7 +141,9 @@ def _few_shot(scores: Sequence[Score], width: int) -> Iterator[RenderableType]:
             free -= wide
         for shots in parts:
             size = f" few-shot, n = {' or '.join(f'{n:,}' for n in sizes)}"
-            table = _table(title=Text.assemble((printable(dataset), "bold"), size), title_justify="left")
+            table = _create_table(
+                title=Text.assemble((printable(dataset), "bold"), size), title_justify="left"
+            )
             table.add_column("metric", overflow="fold")
             for head in (*(f"{k}-shot" for k in shots), *(["chance"] if chance else [])):
                 table.add_column(head, justify="right", no_wrap=True)
@@ -173,13 +177,13 @@ def break_name(name: str, most: int = _NAME) -> Text:
     return Text("\n".join(line.rstrip() for line in lines))
 
 
-def _value(score: Score, value: float, *, digits: int = 1) -> str:
+def _format_value(score: Score, value: float, *, digits: int = 1) -> str:
     if is_fraction(score.metric):
         return f"{100 * value:.{digits}f}"
     return f"{value:,.1f}" if is_rank(score.metric) else f"{value:.3f}"
 
 
-def _interval(score: Score) -> str:
+def _format_interval(score: Score) -> str:
     if score.low is None or score.high is None:
         return ""
-    return f"{_value(score, score.low)}–{_value(score, score.high)}"
+    return f"{_format_value(score, score.low)}–{_format_value(score, score.high)}"

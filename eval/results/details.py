@@ -29,7 +29,7 @@ from eval.metrics import (
     merge_superclasses,
     top_classes,
 )
-from eval.results.records import (
+from eval.results import (
     Bin,
     Description,
     Details,
@@ -57,7 +57,6 @@ SNAPSHOT_EXAMPLES = 8
 PAIRS = 16
 QUERIES = 6
 HITS = 8
-_MAX_QUERIES = 32  # keeps a snapshot below its size limit
 _THUMBNAIL_SIZE = 96  # pixels of the longer side
 _MAX_TEXT = 300  # characters of a caption or class name
 
@@ -80,13 +79,10 @@ def zero_shot_details(
     one of them, and there are only examples: no confusion matrix, counts by class, or items for paired tests.
 
     Args:
-        dataset: N images with labels and C class names.
         image_features: (N, D) unit norm, possibly memory-mapped.
         class_weights: (D, C) unit columns.
         logit_scale: exp(t) of the model.
-        task: as in the scores.
         seed: seed of the examples, which otherwise depend only on N and the predictions.
-        device: for the matrix products; by default that of the features.
     """
     labels = dataset.labels
     classes = len(dataset.class_names)
@@ -153,8 +149,6 @@ def prediction_details(
     Args:
         dataset: with (N,) labels, N ≥ 1, and class names.
         predicted: (N,) int64 classes, −1 for none.
-        task: as in the scores.
-        setting: as in the scores.
         confidence: (N,) probability of the predicted class in [0, 1], if there is one.
         chosen_c: for a probe, C chosen on validation images.
     """
@@ -213,14 +207,11 @@ def retrieval_details(
     better than those of the scores. Memory is a few numbers per caption, as only the examples are compared again.
 
     Args:
-        dataset: N images with captions.
         image_features: (N, D) unit norm, possibly memory-mapped.
-        captions: the T distinct captions.
         text_features: (T, D) unit norm.
         pairs: (P, 2) int64, image and the number of one of its captions.
         right: by metric, (queries,) bool; "image_to_text_R@1" of the N images.
         values: by metric that is their mean, (queries,) float.
-        seed: seed of the examples.
     """
     chosen = _choose_examples(right["image_to_text_R@1"], seed)
     device = text_features.device
@@ -262,15 +253,7 @@ def captioning_details(
     setting: str = "",
     seed: int = 0,
 ) -> Details:
-    """Collect what a paired test needs, and forty random images with their generated and true captions.
-
-    Args:
-        dataset: N images with captions.
-        generated: the generated captions.
-        descriptions: these and the true captions as tokens.
-        setting: as in the scores.
-        seed: seed of the images, which otherwise depend only on N.
-    """
+    """Collect what a paired test needs, and forty random images with their generated and true captions."""
     assert dataset.captions is not None
     order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(seed))
     chosen = order[:DESCRIPTIONS].tolist()
@@ -314,10 +297,6 @@ def item_details(
     """Collect what a paired test needs, for any task.
 
     Args:
-        dataset: the scored dataset.
-        task: as in the scores.
-        n: number of items.
-        setting: as in the scores.
         right: by metric, (items,) bool; the items of "text_to_image_R@1" are captions.
         values: by metric that is their mean, (items,) float.
     """
@@ -355,27 +334,13 @@ def _choose_examples(right: Tensor, seed: int) -> list[int]:
 
 
 @torch.no_grad()
-def take_snapshot(
-    subject: Subject, *, step: int, queries: Sequence[str] | None = None, seed: int = 0
-) -> Snapshot:
+def take_snapshot(subject: Subject, *, step: int, seed: int = 0) -> Snapshot:
     """Collect what the report shows about a dataset at a training step.
 
     The images and queries depend only on the dataset and the seed, so that they can be followed from step to step.
     Only texts without features are encoded: queries, and captions of the similarity matrix. The global random
     number generator is not used.
-
-    Args:
-        subject: the model and the dataset.
-        step: the training step.
-        queries: at most 32 texts to search images for. By default prompts of classes spread over the list, or
-            captions if there are no classes.
-        seed: seed for choosing images.
-
-    Raises:
-        DataError: the dataset is empty, the features are not finite, or there are too many queries.
     """
-    if queries is not None and len(queries) > _MAX_QUERIES:
-        raise DataError(f"{len(queries)} queries are too many for a snapshot: give at most {_MAX_QUERIES}")
     dataset = subject.dataset
     features = subject.images().projected  # (N, D)
     if len(features) == 0:
@@ -384,9 +349,9 @@ def take_snapshot(
         raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
     pairs = _distinct_pairs(dataset, order)
-    labelled_queries = _label_queries(dataset, order, queries)
+    queries = _choose_queries(dataset, order)
     captions = subject.texts([text for _, text in pairs]).cpu()  # (M, D)
-    query_features = subject.texts([text for text, _ in labelled_queries]).cpu()  # (Q, D)
+    query_features = subject.texts([text for text, _ in queries]).cpu()  # (Q, D)
     examples: list[Example] = []
     matrix = None
     nearest: list[Query] = []
@@ -401,8 +366,8 @@ def take_snapshot(
                 captions=tuple(_shorten(text) for _, text in pairs),
                 cosines=tuple(tuple(map(_round, row)) for row in cosines.tolist()),
             )
-        if labelled_queries:
-            nearest = _find_nearest(dataset, labelled_queries, query_features @ features.T)
+        if queries:
+            nearest = _find_nearest(dataset, queries, query_features @ features.T)
     shown = {example.picture for example in examples}
     for query in nearest:
         shown |= {hit.picture for hit in query.hits}
@@ -425,7 +390,6 @@ def take_snapshot(
 
 
 def _build_examples(subject: Subject, features: Tensor, images: Sequence[int]) -> list[Example]:
-    """Show the most likely classes of images of (N, D) features."""
     names = subject.dataset.class_names
     labels = subject.dataset.labels
     logits = subject.logit_scale * features[images] @ subject.class_weights().cpu()  # (E, C)
@@ -457,7 +421,6 @@ def _build_examples(subject: Subject, features: Tensor, images: Sequence[int]) -
 def _find_nearest(
     dataset: EvalDataset, queries: Sequence[tuple[str, int | None]], cosines: Tensor
 ) -> list[Query]:
-    """Return the images nearest to each text and class, by (Q, N) cosines."""
     labels = dataset.labels
     top = cosines.topk(min(HITS, cosines.shape[1]), dim=1)
     nearest = []
@@ -471,7 +434,6 @@ def _find_nearest(
 
 
 def _draw_heatmaps(subject: Subject, images: Sequence[int]) -> dict[int, Thumbnail]:
-    """Draw where in images the model sees their class; empty for towers without heatmaps."""
     from clipkit.inference import enlarged, overlay
 
     dataset = subject.dataset
@@ -522,18 +484,9 @@ def _distinct_pairs(dataset: EvalDataset, order: list[int]) -> list[tuple[int, s
     return pairs if labels is None else sorted(pairs, key=lambda pair: int(labels[pair[0]]))
 
 
-def _label_queries(
-    dataset: EvalDataset, order: list[int], queries: Sequence[str] | None
-) -> list[tuple[str, int | None]]:
-    """Pair each query with its class, if it is a class name or a prompt of one; None chooses queries."""
+def _choose_queries(dataset: EvalDataset, order: list[int]) -> list[tuple[str, int | None]]:
+    """Choose prompts of classes spread over the list, with their class, or captions if there are no classes."""
     names = dataset.class_names
-    if queries is not None:
-        classes: dict[str, int] = {}
-        for label, name in enumerate(names):
-            classes.setdefault(name, label)
-            for template in dataset.templates:
-                classes.setdefault(fill_template(template, name), label)
-        return [(text, classes.get(text)) for text in queries]
     if not names:
         texts = dict.fromkeys(_first_text(dataset, i) for i in order[:QUERIES])
         return [(text, None) for text in texts if text]

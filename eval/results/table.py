@@ -18,8 +18,7 @@ from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import ARCHITECTURES, QUICKGELU, architecture_gflops
 from eval.datasets.dataset import TEST, list_some
-from eval.results.records import json_lines, parse_finite, parse_integer
-from eval.results.scores import PREFIX
+from eval.results import PREFIX, json_lines, parse_finite, parse_integer
 
 _FILE_HASH = "sha256:"
 _SCHEME = re.compile(r"^[a-z_]{2,20}:(?=.)")  # "open_clip:" before the name
@@ -243,13 +242,7 @@ def split_checkpoint(typed: str) -> tuple[str, str]:
 
 
 def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterator[Record]:
-    """Read the records of a results file in order.
-
-    Args:
-        path: the file.
-        notes: receives a note on lines without a dataset, task, metric or finite value, and on a missing file.
-        consequence: the consequence of a missing file, for its note; "" for no note.
-    """
+    """Read the records of a results file in order; ``notes`` receives what is left out or missing."""
     skipped = 0
     folder = str(path.resolve().parent)
     for line in json_lines(path, notes, consequence):
@@ -285,11 +278,7 @@ def read_records(path: Path, notes: list[str], consequence: str = "") -> Iterato
 
 
 def read_table(results: Sequence[Path]) -> ResultTable:
-    """Read results files.
-
-    Raises:
-        DataError: a file is missing or cannot be read, or there are no scores in any of them.
-    """
+    """Read results files."""
     notes: list[str] = []
     records: list[Record] = []
     for path in results:
@@ -332,7 +321,6 @@ def read_table(results: Sequence[Path]) -> ResultTable:
 
 
 def _assign_models(records: Sequence[Record]) -> list[Record]:
-    """Number the models, and set the model of each record."""
     models: dict[int, int] = {}
     model_of_key: dict[Hashable, int] = {}
     scored_at: dict[Hashable, set[int]] = {}
@@ -442,8 +430,9 @@ def _build_models(
     steps = {model: _find_last(record.step for record in records) for model, records in groups.items()}
     run_labels = _label_runs({head.run: head for head in reversed(heads.values())})
     models: dict[str, Model] = {}
-    for number, records in groups.items():
-        head, last = heads[number], records[-1]
+    for index, records in groups.items():
+        head = heads[index]
+        last = records[-1]
         weights = _find_last(record.weights for record in records if record.names_file)
         if weights is None:
             weights = last.weights
@@ -453,7 +442,7 @@ def _build_models(
             sibling_steps = {steps[other] for other in siblings}
             checkpoints = {heads[other].checkpoint for other in siblings}
             if None not in sibling_steps and len(sibling_steps) == len(siblings):
-                label += f" at step {steps[number]}"
+                label += f" at step {steps[index]}"
             elif "" not in checkpoints and len(checkpoints) == len(siblings):
                 label += f" {head.checkpoint}"
             else:
@@ -478,8 +467,8 @@ def _build_models(
             names=tuple(names),
             run=head.run,
             weights=weights,
-            step=steps[number],
-            earlier_steps=tuple(sorted(earlier.get(number, ()))),
+            step=steps[index],
+            earlier_steps=tuple(sorted(earlier.get(index, ()))),
             files=tuple(dict.fromkeys(record.file for record in records)),
             architecture=last.text("architecture"),
             gflops=_find_gflops(records),

@@ -155,7 +155,6 @@ def _sum_likelihoods(model: CLIP, pixels: Tensor, captions: Sequence[Sequence[st
 
 
 def _repeat_indices(groups: Sequence[Sequence[str]]) -> Tensor:
-    """Return the index of the group of each text."""
     return torch.arange(len(groups)).repeat_interleave(torch.tensor(list(map(len, groups))))
 
 

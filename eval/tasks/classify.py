@@ -14,8 +14,8 @@ from clipkit.files import counted
 from clipkit.model import find_indistinguishable_classes, number_texts
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
 from eval.metrics import METRICS, Answers, get_metric
+from eval.results import Score
 from eval.results.details import zero_shot_details
-from eval.results.scores import Score
 from eval.tasks import Options
 from eval.tasks.subject import Outcome, Subject, metric_scores
 
@@ -52,14 +52,7 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
 def classification_scores(
     answers: Answers, *, task: str, metrics: Sequence[str] = (), setting: str = ""
 ) -> list[Score]:
-    """Score a classifier.
-
-    Args:
-        answers: the classifier's predictions on a dataset.
-        task: for the scores, such as "zero-shot".
-        metrics: a card's metrics, of which only classification metrics are used; empty for the default ones.
-        setting: for the scores, such as "4-shot".
-    """
+    """Score a classifier."""
     dataset = answers.dataset
     prompt_set = dataset.prompt_set if task in ("zero-shot", "likelihood") else ""
     names = fitting_metrics(dataset, metrics)
@@ -151,14 +144,6 @@ def prompt_outcome(
 
     With details, there are also the expected calibration error, if images have one label, and the accuracy by
     superclass, if the dataset has superclasses.
-
-    Args:
-        subject: the model and the dataset.
-        options: options of the task.
-        features: (N, D).
-        weights: (D, C).
-        logit_scale: factor of their product.
-        task: for the scores.
     """
     dataset = subject.dataset
     answers = Answers(dataset, features, weights, logit_scale, subject.device)

@@ -47,8 +47,8 @@ from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, make_distinct, require_labels
 from eval.features.encoder import Encoder, dtype_name
 from eval.metrics import Answers
+from eval.results import read_results
 from eval.results.details import prediction_details
-from eval.results.scores import latest_results
 from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.probe import NothingToTuneOn, draw_examples, learn_and_tune, training_split, tuning_metric
@@ -98,14 +98,7 @@ class ClassTraining:
         learn: Sequence[LabelledImage],
         tune: Sequence[LabelledImage],
     ) -> None:
-        """Write the head and the images unless they exist.
-
-        Args:
-            head: the initial model, see ``attach_class_head``.
-            names: names of its classes.
-            learn: images to learn from.
-            tune: images to choose a learning rate on.
-        """
+        """Write the head and the images unless they exist."""
         if not (self.folder / _HEAD).exists():
             save_model(head, self.folder / _HEAD)
         if (self.folder / _IMAGES).exists():
@@ -130,7 +123,8 @@ class ClassTraining:
         """Train on the images to learn from; return the metrics of the images to tune on."""
         run = self.folder / f"rate_{rate!r}"
         steps = self._train(head, run, rate, ("train",), title, [str(self.folder / _IMAGES)])
-        lines = latest_results(run / "results.jsonl")
+        lines = read_results(run / "results.jsonl")
+        # a resumed training may have scored the last step twice: the last line counts
         return {line["metric"]: float(line["value"]) for line in lines if line.get("step") == steps}
 
     def train_final(self, head: CLIP, rate: float, title: str) -> Path:
@@ -206,8 +200,6 @@ class ClassTraining:
 
 
 def _read_images(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]:
-    """Yield the bytes and the class of each image after checking that it decodes."""
-
     def read_image(labelled: LabelledImage) -> tuple[bytes, int]:
         dataset, i, label = labelled
         try:

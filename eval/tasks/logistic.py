@@ -119,9 +119,6 @@ class LogisticProblem:
             class. Two classes are fitted as scikit-learn does, with a single logit.
         classes: K; a class without rows is never predicted.
         device: of the computation.
-
-    Raises:
-        DataError: fewer than two classes occur, or a feature is not finite.
     """
 
     def __init__(
@@ -185,10 +182,8 @@ class LogisticProblem:
         """Minimize the objective.
 
         Args:
-            C: inverse strength of the penalty, above 0.
             start: initial parameters, from a fit with another C or of other rows; zeros by default.
             tolerance: largest change of the logits by another step, as a fraction of their root mean square.
-            max_iterations: L-BFGS steps.
         """
         with full_float32(self._device):
             descent = _Descent(self, 1 / (C * self._n), self._parameters(start))
@@ -237,7 +232,6 @@ class LogisticProblem:
         return vector - vector.mean(dim=0) if self._softmax else vector
 
     def _evaluate(self, at: Tensor, penalty: float, dtype: torch.dtype) -> "_Point":
-        """Evaluate the objective at (K, P) parameters."""
         weight, bias = self._classifier(at, dtype)
         total = torch.zeros((), dtype=torch.float64, device=self._device)
         slopes = torch.zeros_like(weight, dtype=torch.float64)  # (K, W)

@@ -26,9 +26,8 @@ from clipkit.model import layer_count
 from clipkit.samples import MissingSplit
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
+from eval.results import Details, Score
 from eval.results.details import prediction_details
-from eval.results.records import Details
-from eval.results.scores import Score
 from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Part, Rows
@@ -48,14 +47,7 @@ class NothingToTuneOn(DataError):
 def training_split(
     subject: Subject, split: str, learner: str, *, unseen: str = "which are never predicted"
 ) -> EvalDataset:
-    """Return a split to learn from, with the classes of the one that is scored.
-
-    Args:
-        subject: the model and the dataset.
-        split: name of the split to learn from.
-        learner: description of the task, for messages.
-        unseen: what becomes of classes without training images, for a warning.
-    """
+    """Return a split to learn from, with the classes of the one that is scored."""
     dataset, train = subject.dataset, subject.split(split)
     if train is None:
         raise MissingSplit(f"dataset {dataset.name} has no {split} split, which {learner} learns from")
@@ -79,7 +71,6 @@ def training_split(
 
 
 def _check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
-    """Check that another split has labels of the same classes, and return them."""
     labels = require_labels(other)
     if other.class_names != dataset.class_names or labels.ndim != require_labels(dataset).ndim:
         raise DataError(
@@ -209,11 +200,7 @@ def get_penalty(step: int) -> float:
 
 
 def halving_search(value_at: Callable[[int], float]) -> int:
-    """Find the step of 0 … 96 with the largest value as the paper does; of equal values, the last step.
-
-    Args:
-        value_at: called once per step, first with 96, 80, … 0.
-    """
+    """Find the step of 0 … 96 with the largest value as the paper does; of equal values, the last step."""
     values: dict[int, float] = {}
     width = _FIRST
     steps = list(range(STEPS, -1, -_FIRST))
@@ -257,11 +244,6 @@ def sweep_penalties(
     """Choose C of a logistic regression on validation images.
 
     Args:
-        train: features to learn from, not normalized.
-        train_labels: (N,) int64, or (N, C) bool.
-        val: features to tune on.
-        val_labels: as the training labels.
-        classes: C.
         metric: the result of ``tuning_metric``.
         device: of the computation; the CPU by default.
         refit: whether the final fit includes the validation images.
@@ -303,7 +285,6 @@ def _compute_metric(name: str, rows: Rows, labels: Tensor, classifier: Tensor, d
 
 
 def _append_ones(features: Tensor) -> Tensor:
-    """Append a column of ones, the input of the biases: (N, W + 1) float32."""
     return F.pad(features.float(), (0, 1), value=1.0)
 
 
@@ -339,14 +320,7 @@ class LinearProbe:
 def linear_probes(
     subject: Subject, *, layers: bool | Sequence[int] = False, seed: int = 0, examples: int = 0
 ) -> Iterator[LinearProbe]:
-    """Yield the probe of the final representation, then those of layers.
-
-    Args:
-        subject: with a split ``train``, and perhaps ``val``.
-        layers: blocks of the image tower, from 1, whose tokens are probed; True for all.
-        seed: seed for drawing the images to tune on if there is no split ``val``.
-        examples: number of training images that are used, see ``learn_and_tune``; 0 for all.
-    """
+    """Yield the probe of the final representation, then those of layers, blocks from 1 or True for all."""
     count = layer_count(subject.encoder.model)
     if isinstance(layers, bool):
         layers = range(1, count + 1) if layers else ()
@@ -522,7 +496,6 @@ def _select_possible(subject: Subject, values: Sequence[int], most: int, unit: s
 
 
 def _drop_probability_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
-    """Return the metrics that do not need logits."""
     return tuple(name for name in metrics if name not in METRICS or not METRICS[name].needs_probabilities)
 
 
@@ -564,9 +537,6 @@ def ridge_classifier(features: Tensor, labels: Tensor, classes: int, *, penalty:
 
     Args:
         features: (N, W), N ≥ 1.
-        labels: (N,) int64.
-        classes: C.
-        penalty: above 0.
 
     Returns:
         (W + 1, C) float32 on the CPU, for the original features with a last column of ones.
@@ -602,29 +572,13 @@ _ROWS = 512
 _COLUMNS = 1 << 14
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Neighbours:
-    """The nearest training images, nearest first, on the CPU.
-
-    Attributes:
-        similarity: (Q, k) float32.
-        index: (Q, k) int64.
-    """
-
-    similarity: Tensor
-    index: Tensor
-
-
 def nearest_neighbours(
     queries: Tensor, training: Tensor, k: int, *, device: torch.device | None = None
-) -> Neighbours:
-    """Find the k training images of largest inner product with each query, in blocks.
+) -> tuple[Tensor, Tensor]:
+    """Find the k training images (N, D) of largest inner product with each query (Q, D), nearest first.
 
-    Args:
-        queries: (Q, D), unit norm, perhaps memory-mapped.
-        training: (N, D), likewise.
-        k: 1 … N.
-        device: of the computation; by default that of the queries.
+    Returns:
+        Their similarity, (Q, k) float32, and index, (Q, k) int64, on the CPU.
     """
     device = device or queries.device
     similarity = torch.empty(len(queries), k)
@@ -644,27 +598,25 @@ def nearest_neighbours(
                 nearest = torch.cat([nearest, column + first], dim=1).gather(1, order[:, :k])
             similarity[block] = best.cpu()
             index[block] = nearest.cpu()
-    return Neighbours(similarity=similarity, index=index)
+    return similarity, index
 
 
 def count_votes(
-    neighbours: Neighbours, labels: Tensor, classes: int, k: int, *, temperature: float | None = TEMPERATURE
+    similarity: Tensor, voted: Tensor, classes: int, *, temperature: float | None = TEMPERATURE
 ) -> Tensor:
     """Return each class's fraction of the votes, (Q, C) float32.
 
     Args:
-        neighbours: at least k of each image.
-        labels: (N,) int64 of the training images.
+        similarity: (Q, k) of the neighbors of each image, nearest first.
+        voted: (Q, k) int64, their labels.
         classes: C.
-        k: number of votes.
         temperature: T of the weights exp(s / T); None for equal weights.
     """
-    similarity = neighbours.similarity[:, :k].double()
+    similarity = similarity.double()
     if temperature is None:
         weight = torch.ones_like(similarity)
     else:  # relative to the nearest, so that none overflows
         weight = ((similarity - similarity[:, :1]) / temperature).exp()
-    voted = labels[neighbours.index[:, :k]]  # (Q, k)
     fractions = torch.zeros(len(similarity), classes, dtype=torch.float32)
     for start in range(0, len(fractions), _ROWS):
         block = slice(start, start + _ROWS)
@@ -682,20 +634,21 @@ def knn(subject: Subject, options: Options) -> Outcome:
     dataset = subject.dataset
     metrics = _drop_probability_metrics(fitting_metrics(dataset, subject.metrics))
     train = training_split(subject, "train", "nearest-neighbor classification")
-    labels, classes = require_labels(train), len(dataset.class_names)
+    labels = require_labels(train)
+    classes = len(dataset.class_names)
     _check_one_label(dataset, labels, "nearest-neighbor classification")
     n = len(labels)
     possible = _select_possible(
         subject, options.neighbours, n, " neighbors", f"there are {counted(n, 'image')}"
     )
-    neighbours = nearest_neighbours(
+    similarity, index = nearest_neighbours(
         subject.images().projected, subject.images("train").projected, possible[-1], device=subject.device
     )
     identity = torch.eye(classes)
     scores: list[Score] = []
     for k in possible:
         for setting, temperature in ((f"k={k}", TEMPERATURE), (f"k={k} plain", None)):
-            fractions = count_votes(neighbours, labels, classes, k, temperature=temperature)
+            fractions = count_votes(similarity[:, :k], labels[index[:, :k]], classes, temperature=temperature)
             answers = Answers(dataset, fractions, identity, 1.0, subject.device)
             scores += classification_scores(answers, task="knn", metrics=metrics, setting=setting)
     return Outcome(scores=scores)

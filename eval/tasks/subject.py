@@ -17,8 +17,7 @@ from clipkit.samples import MissingSplit
 from eval.datasets.dataset import EvalDataset, prompt_with_bare_names
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.metrics import Metric, get_metric
-from eval.results.records import Details
-from eval.results.scores import Score
+from eval.results import Details, Score
 
 _log = logging.getLogger("eval")
 
@@ -41,16 +40,7 @@ def metric_scores(
     prompt_set: str = "",
     setting: str = "",
 ) -> list[Score]:
-    """Compute metrics, without those that are undefined for these inputs.
-
-    Args:
-        dataset: the scored dataset.
-        names: names of the metrics.
-        inputs: what metrics of their kind are computed from.
-        task: for the scores, like the other arguments.
-        prompt_set: "" if there is none.
-        setting: "" if there is none.
-    """
+    """Compute metrics from what those of their kind are computed from, without those that are undefined for it."""
     scores = []
     for name in names:
         metric = cast(Metric[object] | None, get_metric(name))
@@ -79,7 +69,6 @@ class Subject:
 
     Args:
         encoder: the model. With a classification head, it reads class names and no prompts.
-        dataset: the split that is scored.
         metrics: the dataset's primary metric, then others; empty for the defaults of each task.
         open_split: opens another split of the dataset; raises ``MissingSplit`` if there is none.
     """
@@ -132,10 +121,6 @@ class Subject:
             split: name of the split.
             layer: 1 … L to return ``Encoder.layers`` of that block of the image tower as ``before_projection``;
                 ``projected`` is then empty.
-
-        Raises:
-            MissingSplit: there is no such split.
-            DataError: an image is damaged, or features are not finite.
         """
         dataset = self.split(split or self.dataset.split)
         if dataset is None:
@@ -188,11 +173,7 @@ class Subject:
         return self.encoder.texts(texts)
 
     def class_weights(self) -> Tensor:
-        """Return the zero-shot classifier of the dataset's prompts, (D, C) float32, unit columns.
-
-        Raises:
-            DataError: features of the prompts are not finite.
-        """
+        """Return the zero-shot classifier of the dataset's prompts, (D, C) float32, unit columns."""
         return self.encoder.classifier(
             self.dataset.prompts(), description=f"the class names of dataset {self.dataset.name}"
         )

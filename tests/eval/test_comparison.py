@@ -14,11 +14,10 @@ from clipkit.errors import ConfigError, DataError
 from eval.compare import ModelComparison, compare, comparison_table
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import compare_correct
-from eval.metrics.classes import mean_per_class_recall
+from eval.metrics.classes import mean_per_class_recall, roc_auc
 from eval.metrics.intervals import mcnemar
-from eval.metrics.ranking import roc_auc
+from eval.results import pack_values, write_details
 from eval.results.details import item_details, prediction_details
-from eval.results.records import pack_values, write_details
 
 N, C = 400, 5
 LABELS = torch.arange(N) ** 2 % C  # classes of different sizes

@@ -23,7 +23,7 @@ from eval.datasets.catalog import describe_card
 from eval.datasets.targets import find_targets
 from eval.report import as_csv, list_published
 from eval.report.tables import score_table
-from eval.results.records import read_details
+from eval.results import read_details
 from eval.results.table import read_table
 from eval.verify import list_expected, open_expected
 from tests.eval.made_up_results import line, write

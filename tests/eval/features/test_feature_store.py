@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from eval.features.store import FeatureFile, TextFeatures, digest_content
+from eval.features import FeatureFile, TextFeatures, digest_content
 
 WIDTHS = {"projected": 3, "before_projection": 5}
 COUNT = 12

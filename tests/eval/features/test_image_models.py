@@ -22,7 +22,7 @@ from clipkit.model.measure import image_flops
 from clipkit.model.preprocess import eval_pixels
 from eval import Encoder, open_dataset, read_results
 from eval.__main__ import main
-from eval.features.image_models import CroppedPreprocess, ImageModel, load_image_model
+from eval.features.adapters import CroppedPreprocess, ImageModel, load_image_model
 from eval.report import build_comparison
 from tests.eval.made_up_results import DATASETS, EVIL, line, made_up, write
 from tests.eval.web_page import Page

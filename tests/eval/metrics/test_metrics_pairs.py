@@ -10,7 +10,12 @@ from torch import Tensor
 
 from clipkit.inference import wilson_interval
 from eval.metrics import intervals, ranks
-from eval.metrics.classes import mean_of_top1_and_top5, mean_per_class_recall, top_k_accuracy
+from eval.metrics.classes import (
+    mean_of_top1_and_top5,
+    mean_per_class_recall,
+    roc_auc_statistic,
+    top_k_accuracy,
+)
 from eval.metrics.intervals import (
     compare_correct,
     compare_means,
@@ -26,7 +31,6 @@ from eval.metrics.pairs import (
     recall_at_k,
     score_winoground,
 )
-from eval.metrics.ranking import roc_auc_statistic
 from eval.metrics.ranks import class_ranks, match_ranks
 
 SEEDS = st.integers(0, 2**32 - 1)

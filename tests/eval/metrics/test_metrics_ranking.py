@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.metrics import intervals, ranks
-from eval.metrics.ranking import (
+from eval.metrics.classes import (
     average_precisions,
     map_11_point,
     mean_average_precision,

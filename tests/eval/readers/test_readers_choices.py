@@ -12,7 +12,7 @@ from PIL import Image
 from clipkit.errors import DataError
 from clipkit.samples import MissingSplit
 from eval.readers import open_dataset
-from eval.readers.choices import CroppedSamples
+from eval.readers.benchmarks import CroppedSamples
 from tests.clipkit.deep_images import tiff_of
 from tests.eval.conftest import png
 

@@ -18,11 +18,10 @@ from eval import readers
 from eval.__main__ import main
 from eval.datasets import read_card
 from eval.datasets.catalog import new_card
-from eval.datasets.dataset import EvalDataset
+from eval.datasets.dataset import EvalDataset, check_dataset, file_images, read_lines
 from eval.datasets.targets import find_targets
 from eval.metrics.classes import any_label_accuracy
 from eval.readers import OpenOptions, Reader, open_dataset
-from eval.readers.files import check_dataset, file_images, read_lines
 
 
 def png(shade: int) -> bytes:

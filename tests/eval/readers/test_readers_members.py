@@ -14,7 +14,8 @@ from clipkit.config import Config
 from clipkit.errors import DataError
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval.__main__ import main
-from eval.readers import Members, open_dataset
+from eval.readers import open_dataset
+from eval.readers.shards import Members
 from tests.data.published_tars import SETTINGS, sample_of, write_published
 from tests.eval.conftest import WriteDataset
 

@@ -22,11 +22,10 @@ from clipkit.errors import DataError
 from clipkit.samples import MissingSplit
 from clipkit.samples.remote import transfer
 from clipkit.samples.remote.transfer import Patience, Unreachable
-from eval.datasets.dataset import EvalDataset
+from eval.datasets.dataset import EvalDataset, read_text_file
 from eval.datasets.targets import open_suites
-from eval.readers import Members, find_published, open_dataset, shards as places
-from eval.readers.files import read_text_file
-from eval.readers.shards import parse_npy, resolve_address
+from eval.readers import open_dataset, shards as places
+from eval.readers.shards import Members, find_published, parse_npy, resolve_address
 from tests.clipkit.samples.remote import servers
 from tests.clipkit.samples.remote.servers import S3, Nginx
 from tests.clipkit.samples.remote.test_hub import use

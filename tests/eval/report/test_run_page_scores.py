@@ -17,8 +17,7 @@ from eval.__main__ import main
 from eval.features.encoder import ONE_RANK
 from eval.report import build_report
 from eval.report.charts import load_macro
-from eval.report.run_page import select_headlines, select_newest
-from eval.results.run_folder import Result, read_run_folder
+from eval.report.run_page import Result, read_run_folder, select_headlines, select_newest
 from eval.scorer import Scorer
 from tests.eval.web_page import Page
 

@@ -14,7 +14,7 @@ import torch
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval import Score, append_results, latest_results, open_dataset, provenance, read_results, weights_id
+from eval import Score, append_results, open_dataset, provenance, read_results, weights_id
 
 WriteDataset = Callable[..., Path]
 
@@ -58,7 +58,7 @@ def test_lines_that_are_not_scores_are_skipped(tmp_path: Path) -> None:
     hostile = ["[" * 100_000, '{"a":' * 100_000, '{"a":' * 900 + "1" + "}" * 900, "9" * 5000]
     huge = json.dumps(good).replace('"step": 1', f'"step": 1, "x": {"9" * 5000}')
     path.write_text("\n".join([*hostile, *map(json.dumps, odd), huge, json.dumps(good)]) + "\n")
-    assert latest_results(path) == [good]
+    assert read_results(path) == [good]
 
 
 def test_names_may_contain_any_character(tmp_path: Path) -> None:
@@ -66,13 +66,6 @@ def test_names_may_contain_any_character(tmp_path: Path) -> None:
     name = "one\u2028two\x85three\x0bfour\nfive\r"
     append_results(path, [replace(score(), dataset=name)], step=1, provenance={})
     assert [line["dataset"] for line in read_results(path)] == [name]
-
-
-def test_the_latest_line_of_a_step_counts(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    for step, value in ((1, 0.1), (2, 0.2), (1, 0.3)):
-        append_results(path, [score(value=value)], step=step, provenance={})
-    assert [(line["step"], line["value"]) for line in latest_results(path)] == [(1, 0.3), (2, 0.2)]
 
 
 def test_concurrent_programs_do_not_mix_lines(tmp_path: Path) -> None:

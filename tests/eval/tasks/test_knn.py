@@ -42,8 +42,8 @@ def test_votes_equal_scikit_learn(n: int, k: int, temperature: float | None, see
 
     theirs = KNeighborsClassifier(k, metric="cosine", algorithm="brute", weights=weights)
     theirs.fit(training.double().numpy(), labels.numpy())
-    found = nearest_neighbours(queries, training, k)
-    shares = count_votes(found, labels, 4, k, temperature=temperature)
+    similarity, index = nearest_neighbours(queries, training, k)
+    shares = count_votes(similarity, labels[index], 4, temperature=temperature)
     expected = torch.from_numpy(theirs.predict_proba(queries.double().numpy()))
     torch.testing.assert_close(shares.double(), expected, atol=1e-4, rtol=0)
     assert torch.equal(shares.argmax(dim=1), torch.from_numpy(theirs.predict(queries.double().numpy())))
@@ -59,14 +59,15 @@ def test_ties_are_ordered_by_index_for_any_block_size(n: int, k: int, seed: int)
         for rows, columns in ((512, 1 << 14), (3, 4)):
             patch.setattr(module, "_ROWS", rows)
             patch.setattr(module, "_COLUMNS", columns)
-            found = nearest_neighbours(queries, training, k)
-            assert torch.equal(found.index, expected.indices[:, :k])
-            assert torch.equal(found.similarity, expected.values[:, :k])
+            similarity, index = nearest_neighbours(queries, training, k)
+            assert torch.equal(index, expected.indices[:, :k])
+            assert torch.equal(similarity, expected.values[:, :k])
 
 
 def test_tied_votes_choose_the_lower_class() -> None:
-    found = nearest_neighbours(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.6, 0.8], [0.6, -0.8]]), 2)
-    shares = count_votes(found, torch.tensor([2, 1]), 3, 2)
+    training = torch.tensor([[0.6, 0.8], [0.6, -0.8]])
+    similarity, index = nearest_neighbours(torch.tensor([[1.0, 0.0]]), training, 2)
+    shares = count_votes(similarity, torch.tensor([2, 1])[index], 3)
     assert shares.tolist() == [[0.0, 0.5, 0.5]] and int(shares.argmax()) == 1
 
 
@@ -74,9 +75,9 @@ def test_memory_mapped_features_are_accepted(tmp_path: Path) -> None:
     file = np.memmap(tmp_path / "features", np.float16, "w+", shape=(50, 4))
     file[:] = np.random.default_rng(0).normal(size=(50, 4))
     mapped = torch.from_numpy(file)
-    found = nearest_neighbours(mapped[:10], mapped, 3)
-    assert found.similarity.dtype == torch.float32
-    assert torch.equal(found.index, nearest_neighbours(mapped[:10].float(), mapped.float(), 3).index)
+    similarity, index = nearest_neighbours(mapped[:10], mapped, 3)
+    assert similarity.dtype == torch.float32
+    assert torch.equal(index, nearest_neighbours(mapped[:10].float(), mapped.float(), 3)[1])
 
 
 def test_knn_scores_of_dataset(

@@ -16,7 +16,7 @@ import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
 from eval import Subject
-from eval.metrics.ranking import map_11_point
+from eval.metrics.classes import map_11_point
 from eval.tasks import Options, logistic
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Rows
 from eval.tasks.probe import (

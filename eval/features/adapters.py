@@ -1,26 +1,41 @@
-"""timm's image models with their published weights, to compare with CLIP on tasks without texts.
+"""Other libraries: timm's image models as models to score, and a CLIP as a model that mteb scores.
 
-Figure 5 of the CLIP paper compares with such a model, a ResNet-50 trained with ImageNet's labels. Weights come from
-the Hugging Face hub or its local cache.
+timm's image models with their published weights are for comparison with CLIP on tasks without texts: figure 5 of
+the CLIP paper compares with such a model, a ResNet-50 trained with ImageNet's labels. Weights come from the Hugging
+Face hub or its local cache. mteb loads the data of its tasks, computes the metrics and writes the results.
 
-Letters in shape comments: B batch, P side of the prepared images, S side of the network's input, W width.
+Letters in shape comments: B batch, P side of the prepared images, S side of the network's input, W width, N items,
+O embedding dimension.
 """
 
 import math
 import os
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from clipkit import CLIP
-from clipkit.errors import ConfigError, nearest
+from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import convert_hub_errors
-from clipkit.model import Architecture, BagOfWords, Preprocess, TimmVision, create_tokenizer
+from clipkit.formats import model_hash
+from clipkit.model import (
+    Architecture,
+    BagOfWords,
+    Preprocess,
+    TimmVision,
+    create_tokenizer,
+    encode_prompts,
+    eval_pixels,
+    evaluation_mode,
+)
+
+if TYPE_CHECKING:
+    from mteb.models.abs_encoder import AbsEncoder
 
 TIMM = "timm:"  # prefix of model names
 _NO_PICKLES = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # makes torch refuse to execute pickles
@@ -191,3 +206,65 @@ def _loading(source: str) -> Iterator[None]:
             del os.environ[_NO_PICKLES]
         else:
             os.environ[_NO_PICKLES] = before
+
+
+# --------------------------------------------------------------------------------------------------------------
+# mteb.
+
+
+def mteb_model(model: CLIP, name: str = "clipkit/model") -> "AbsEncoder":
+    """Return a model as ``mteb.evaluate`` takes it, for tasks with images, texts or both.
+
+    Features have unit norm and are compared by their cosine in float32. If an item has an image and a text, its
+    feature is their sum, as in mteb's own adapters of CLIP models. Instructions are not used.
+
+    Args:
+        model: the model, on its device; call ``mteb.evaluate`` under autocast for another dtype.
+        name: OWNER/NAME in mteb's results. The revision is the hash of the weights.
+
+    Raises:
+        ConfigError: mteb is not installed, or the name is not OWNER/NAME.
+    """
+    try:
+        from mteb.models.abs_encoder import AbsEncoder
+        from mteb.models.model_meta import ModelMeta, ScoringFunction
+    except ImportError as error:
+        raise ConfigError("mteb_model requires the package mteb: pip install -e '.[mteb]'") from error
+    if name.count("/") != 1 or not all(name.split("/")):
+        raise ConfigError(f"mteb_model: invalid name {name!r}: expected OWNER/NAME")
+
+    class Adapter(AbsEncoder):  # type: ignore[misc, unused-ignore]
+        mteb_model_meta = ModelMeta.create_empty(
+            {
+                "name": name,
+                "revision": model_hash(model),
+                "embed_dim": model.dim,
+                "max_tokens": model.architecture.text.context_length,
+                "modalities": ["image", "text"],
+                "similarity_fn_name": ScoringFunction.COSINE,
+                "framework": ["PyTorch"],
+            }
+        )
+
+        def __init__(self) -> None:
+            self.model = model
+
+        def encode(self, inputs: Any, **_: Any) -> Tensor:
+            """Encode batches of items with ``image`` (PIL images), ``text`` or both: (N, O) float32 on the CPU."""
+            features = [_encode_batch(model, batch) for batch in inputs]
+            return torch.cat(features) if features else torch.empty(0, model.dim)
+
+    return Adapter()
+
+
+def _encode_batch(model: CLIP, batch: dict[str, Sequence[Any]]) -> Tensor:
+    parts = []
+    if "text" in batch:
+        parts.append(encode_prompts(model, list(batch["text"])))
+    if "image" in batch:
+        pixels = torch.stack([eval_pixels(image, model.preprocess) for image in batch["image"]])
+        with evaluation_mode(model), torch.inference_mode():
+            parts.append(model.encode_image(pixels.to(model.logit_scale.device)))
+    if not parts:
+        raise DataError(f"mteb gives {', '.join(batch)}: expected image or text")
+    return torch.stack([part.float().cpu() for part in parts]).sum(dim=0)
