@@ -50,11 +50,12 @@ from bench.gpu_checks import TINY, check
 from bench.gpu_loop import LoopRun, check_repeats, check_resume, measure_loop, write_shards
 from bench.gpu_steps import Batch, Contestant, clipkit_steps, make_batch, open_clip_steps, other_steps
 from bench.plain_clip import PlainCLIP, plain_loss
+from clipkit.config import Config
 from clipkit.model.architectures import ARCHITECTURES, Architecture
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
 from clipkit.objectives.siglip import siglip_loss
-from clipkit.training.costs import flops_of_steps, measured_peak, published_gpu
+from clipkit.training.costs import Workload, flops_of_steps, measured_peak, published_gpu
 from clipkit.training.parallel import compile_blocks
 
 RESULTS = Path(__file__).parent / "results"
@@ -277,7 +278,7 @@ def rounds(
 def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> dict[str, Any]:
     rows, device = len(batch.lengths), bench.found["device"]
     with torch.device("meta"):
-        count = flops_of_steps(CLIP(shape), terms={}, step=0, text_rows=rows)
+        count = flops_of_steps(Workload(model=CLIP(shape), config=Config(batch_size=rows)))
     assert count is not None
     flops = count(batch.lengths, shape.vision.image_size, ()) / seconds
     sheet = device["data_sheet_bf16"]

@@ -36,7 +36,6 @@ from bench.options import ROOT
 from clipkit.config import Config, load_config
 from clipkit.model.clip import CLIP
 from clipkit.model.names import create_architecture
-from clipkit.training.build import shape_of
 from clipkit.training.costs import (
     GPUS,
     Workload,
@@ -158,9 +157,8 @@ def largest(arguments: dict[str, Any]) -> tuple[int, list[int], int]:
 
 def workload(config: Config, world: int) -> Workload:
     """Return the workload of a configuration."""
-    shape = shape_of(config.model, config.loss, config.small)
     bf16 = computes_in_bf16(config.precision, torch.device("cpu"))
-    return workloads_of(config, shape, world=world, shard_ranks=world, bf16=bf16)[-1]
+    return workloads_of(config, world=world, shard_ranks=world, bf16=bf16)[-1]
 
 
 def volume(folder: Path) -> list[dict[str, Any]]:
@@ -192,7 +190,8 @@ def analysis() -> list[dict[str, Any]]:
             model = CLIP(create_architecture(name))
         for sharding in ("none", "full"):
             for world in (8, 64, 256, 1024):
-                work = Workload(model=model, batch_size=BATCH, steps=1, world=world, sharding=sharding)
+                config = Config(batch_size=BATCH, sharding=sharding)
+                work = Workload(model=model, config=config, world=world)
                 found = estimate(work, speed=MFU * GPUS[GPU].bf16)
                 assert found.hours is not None
                 sent, seconds = communication_of(work), found.hours * 3600

@@ -27,10 +27,11 @@ import clipkit
 from bench.caption import peak_memory
 from bench.options import ROOT
 from bench.train_step import CONFIG, make_pairs
+from clipkit.config import Config
 from clipkit.model.clip import CLIP
 from clipkit.model.names import create_architecture
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
-from clipkit.training.costs import Workload, memory_of
+from clipkit.training.costs import Workload, measure_workload, memory_of
 from clipkit.training.optim import adamw
 from clipkit.training.parallel import recompute_blocks
 from clipkit.training.step import backward
@@ -100,8 +101,9 @@ def estimated(name: str, rows: int, recompute: int, parts: int, *, bf16: bool = 
     """Return the estimate of ``--dry-run`` in bytes."""
     with torch.device("meta"):
         model = CLIP(create_architecture(name))
-    work = Workload(model=model, batch_size=rows, steps=1, parts=parts, bf16=bf16, recompute=recompute)
-    return memory_of(work).total
+    config = Config(batch_size=rows, accumulate=parts, recompute=recompute)
+    work = Workload(model=model, config=config, bf16=bf16)
+    return memory_of(work, measure_workload(work)).total
 
 
 def write(rows: list[dict[str, Any]]) -> None:

@@ -15,7 +15,6 @@ import pytest
 
 from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError
-from clipkit.objectives import select_terms
 from clipkit.training.build import shape_of
 from clipkit.training.costs import Estimate, estimate, workloads_of
 from tests.forked import Ended, Forked
@@ -65,9 +64,8 @@ def gpus_of(path: Path) -> int:
 
 def cost(config: Config, world: int) -> Estimate:
     """Estimate the cost on ``world`` GPUs, as ``train.py --dry-run`` does."""
-    shape = shape_of(config.model, config.loss, config.small, terms=select_terms(config))
     shard_ranks, bf16 = min(world, GPUS_OF_NODE), config.precision != "fp32"
-    return estimate(workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16)[-1])
+    return estimate(workloads_of(config, world=world, shard_ranks=shard_ranks, bf16=bf16)[-1])
 
 
 def options(words: list[str]) -> dict[str, str]:

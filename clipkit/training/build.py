@@ -112,13 +112,13 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
-def select_shape(config: Config) -> Architecture:
-    """Return the architecture that the settings of a run select, see ``shape_of``."""
+def select_shape(config: Config, terms: Mapping[str, Term] | None = None) -> Architecture:
+    """Return the architecture that the settings of a run select with some of its local terms, see ``shape_of``."""
     return shape_of(
         config.model,
         config.loss,
         config.small,
-        terms=select_terms(config),
+        terms=select_terms(config) if terms is None else terms,
         sizes=config.shape,
         pixels=config.pixels,
     )

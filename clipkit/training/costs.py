@@ -11,10 +11,12 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -182,6 +184,70 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Steps of a run that cost the same, and the ranks that make them.
+
+    Attributes:
+        model: the model of these steps, may be on the meta device; parameters that require no gradient are not
+            trained.
+        config: configuration of the run.
+        terms: the local terms of these steps by name.
+        steps: number of steps.
+        world: number of ranks, one for each GPU.
+        shard_ranks: with sharding=hybrid, number of ranks that share one copy of the weights, such as those of one
+            host; 0: all.
+        bf16: whether the towers compute in bfloat16.
+        teacher: a model that encodes each batch.
+    """
+
+    model: CLIP
+    config: Config = field(default_factory=Config)
+    terms: Mapping[str, Term] = field(default_factory=dict)
+    steps: int = 1
+    world: int = 1
+    shard_ranks: int = 0
+    bf16: bool = True
+    teacher: CLIP | None = None
+
+    @property
+    def rows(self) -> int:
+        """Number of pairs of a rank in a step."""
+        return math.ceil(self.config.batch_size / self.world)
+
+    @property
+    def part_rows(self) -> int:
+        """Number of pairs that a rank computes at a time."""
+        return math.ceil(self.rows / self.config.accumulate)
+
+    @property
+    def further(self) -> int:
+        """Number of further texts of each image."""
+        return self.config.data.caption_count - 1 + bool(self.config.data.negatives)
+
+    @property
+    def text_rows(self) -> int:
+        """Number of text features with which the loss compares an image."""
+        return select_objective(self.config).text_rows(self.model.architecture.text, self.config.batch_size)
+
+    @property
+    def lacks_teacher(self) -> bool:
+        """Whether the costs of a teacher are missing because it is not on this machine."""
+        distill = self.config.distill
+        return bool(distill.teacher) and not distill.is_average and self.teacher is None
+
+    @property
+    def ways(self) -> int:
+        """Number of ranks that share one copy of the weights."""
+        ways = {"none": 1, "full": self.world, "hybrid": self.shard_ranks or self.world}
+        return ways[self.config.sharding]
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of a number in a block that is gathered."""
+        return _HALF if self.bf16 and gathers_once(self.terms) else _FLOAT
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """The measured costs of a step of ``rows`` pairs, without its loss."""
 
@@ -191,45 +257,35 @@ class StepCosts:
 
 
 def measure_step(
-    model: CLIP,
-    *,
-    rows: int,
-    terms: Mapping[str, Term],
-    length: int = 0,
-    image_size: int = 0,
-    further: int = 0,
-    patch_dropout: float = 0.0,
-    bf16: bool = False,
-    recompute: int = 0,
+    work: Workload, rows: int, *, length: int = 0, image_size: int = 0, further: int = 0
 ) -> StepCosts:
     """Measure a step of one process in one part, without its loss.
 
     Args:
-        model: may be on the meta device; parameters that require no gradient are not trained.
+        work: the workload.
         rows: number of pairs.
-        terms: the local terms by name.
         length: tokens of each text; 0: the context length.
         image_size: side of the images in pixels; 0: the model's.
-        further, patch_dropout, bf16, recompute: see ``Workload``.
+        further: number of further texts of each image.
 
     Raises:
         Unmeasurable: a library's tower reads values.
     """
-    vision = model.architecture.vision
-    text = model.architecture.text
+    shape = work.model.architecture
+    vision = shape.vision
     size = image_size or vision.image_size
-    length = length or text.context_length
+    length = length or shape.text.context_length
     with measuring() as meter:
-        shadow = copy_without_values(model)
-        recompute_blocks(shadow, every=recompute, recompute=recompute_function)
+        shadow = copy_without_values(work.model)
+        recompute_blocks(shadow, every=work.config.recompute, recompute=recompute_function)
         step = TrainingStep(
-            shape=model.architecture,
+            shape=shape,
             objective=OBJECTIVES["none"](),
             loss=LossConfig(name="none"),
-            patch_dropout=patch_dropout,
-            bf16=bf16,
-            terms=terms,
-            averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(terms) else None,
+            patch_dropout=work.config.model.patch_dropout,
+            bf16=work.bf16,
+            terms=work.terms,
+            averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(work.terms) else None,
         )
         batch = Batch(
             images=torch.empty(rows, vision.channels, size, size, dtype=torch.uint8),
@@ -241,9 +297,17 @@ def measure_step(
             identities=torch.empty(rows * (1 + further), 2, dtype=torch.int64),
         )
         meter.begin(shadow.parameters(), chain.from_iterable(map(linear_parameters, blocks(shadow))))
-        step.gradients(shadow, batch, max((term.after for term in terms.values()), default=0))
+        step.gradients(shadow, batch, max((term.after for term in work.terms.values()), default=0))
         gradients = [parameter.grad for parameter in shadow.parameters() if parameter.grad is not None]
         return StepCosts(rows=rows, flops=meter.flops, bytes=meter.most_bytes(gradients))
+
+
+def measure_workload(work: Workload) -> StepCosts | None:
+    """Measure one part of a rank's step, see ``measure_step``; None if a library's tower reads values."""
+    try:
+        return measure_step(work, work.part_rows, further=work.further)
+    except Unmeasurable:
+        return None
 
 
 def _encodes_twice(terms: Mapping[str, Term]) -> bool:
@@ -253,44 +317,23 @@ def _encodes_twice(terms: Mapping[str, Term]) -> bool:
 _FEW = 2  # rows of a step whose FLOPs are measured; with one, batch norms have no variance
 
 
-def flops_of_steps(
-    model: CLIP,
-    *,
-    terms: Mapping[str, Term],
-    step: int,
-    text_rows: int,
-    patch_dropout: float = 0.0,
-    loss_dims: Sequence[int] = (),
-    averaged: bool = False,
-    gradients: int = 1,
-) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
+def flops_of_steps(work: Workload) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
     """Return a function from a batch's caption lengths, its image size and the lengths of its further texts to the
     FLOPs of this rank in a step; None if a tower cannot be measured.
-
-    Args:
-        model: the model; parameters that require no gradient are not trained.
-        terms: the local terms by name.
-        step: number of updates so far; terms that begin later do not count.
-        text_rows, patch_dropout, loss_dims, averaged: see ``Workload``.
-        gradients: number of gradients of an update.
     """
+    model = work.model
     if any(is_sharded(parameter) for parameter in model.parameters()):
         model = without_values(model)
+        work = replace(work, model=model)
     shape = model.architecture
-    terms = {name: term for name, term in terms.items() if term.after <= step}
-
-    def measure_pair(length: int, image_size: int) -> float:
-        costs = measure_step(
-            model, rows=_FEW, terms=terms, length=length, image_size=image_size, patch_dropout=patch_dropout
-        )
-        flops = costs.flops / _FEW
-        if averaged and not _encodes_twice(terms):
-            flops += image_flops(model).forward + text_flops(model, length).forward
-        return flops
 
     @cache
     def fit_pairs(image_size: int) -> Polynomial:
-        return _fit_lengths(lambda length: measure_pair(length, image_size), shape)
+        def measure_pair(length: int) -> float:
+            costs = measure_step(work, _FEW, length=length, image_size=image_size)
+            return costs.flops / _FEW + _average_flops(work, length)
+
+        return _fit_lengths(measure_pair, shape)
 
     @cache
     def fit_texts() -> Polynomial:
@@ -300,7 +343,7 @@ def flops_of_steps(
         flops = float(fit_pairs(image_size)(np.array(lengths)).sum())
         if further:
             flops += float(fit_texts()(np.array(further)).sum())
-        return gradients * round(flops + _loss_flops(model, len(lengths), text_rows, loss_dims))
+        return _gradients_of(work) * round(flops + _loss_flops(work, len(lengths)))
 
     try:
         fit_pairs(shape.vision.image_size)
@@ -323,17 +366,44 @@ def _fit_lengths(measure: Callable[[int], float], shape: Architecture) -> Polyno
     return Polynomial.fit(lengths, [measure(length) for length in lengths], deg=2)
 
 
-def _loss_flops(model: CLIP, rows: int, text_rows: int, dims: Sequence[int]) -> int:
-    product = 2 * rows * text_rows * (model.architecture.embed_dim + sum(dims))
-    encoders = ("image", "text")
+def step_flops(work: Workload, costs: StepCosts) -> int:
+    """Return the FLOPs of a step on all ranks together, given those of ``measure_workload``."""
+    longest = work.model.architecture.text.context_length
+    flops = work.rows * costs.flops // costs.rows
+    flops += work.rows * _average_flops(work, longest) + _loss_flops(work, work.rows)
+    flops *= work.world * _gradients_of(work)
+    if work.teacher is not None:
+        flops += work.config.batch_size * _encoding_flops(work.teacher)
+    return flops
+
+
+def _gradients_of(work: Workload) -> int:
+    return 2 if work.config.optim.sam else 1
+
+
+def _average_flops(work: Workload, length: int) -> int:
+    """Return the FLOPs of a pair with which averaged weights teach, unless a term has them counted already."""
+    if not work.config.distill.is_average or _encodes_twice(work.terms):
+        return 0
+    return _encoding_flops(work.model, length)
+
+
+def _encoding_flops(model: CLIP, length: int = 0) -> int:
+    length = length or model.architecture.text.context_length
+    return image_flops(model).forward + text_flops(model, length).forward
+
+
+def _loss_flops(work: Workload, rows: int) -> int:
+    dims = work.model.architecture.embed_dim + sum(work.config.loss.dims)
+    product = 2 * rows * work.text_rows * dims
     trained = any(
-        parameter.requires_grad and tower_of(name) in encoders for name, parameter in model.named_parameters()
+        parameter.requires_grad and tower_of(name) in ("image", "text")
+        for name, parameter in work.model.named_parameters()
     )
     return 3 * product if trained else product
 
 
 _TILE = 1 << 22  # logits of a tiled loss in memory, three times: themselves, their gradients, a product
-_BYTE = 1
 _HALF = 2
 _FLOAT = 4
 
@@ -347,10 +417,10 @@ class Memory:
     optimizer: int
     average: int  # averaged weights
     copy: int  # of the weights, for ``optim.sam``
+    teacher: int  # weights of a teacher that encodes each batch
     activations: int | None  # and copies of weights in half precision
     loss: int
     images: int
-    teacher: int = 0  # weights of a teacher that encodes each batch
 
     @property
     def total(self) -> int:
@@ -358,201 +428,19 @@ class Memory:
         return sum(getattr(self, field.name) or 0 for field in fields(self))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
-    """The properties of a run that determine its costs.
-
-    Attributes:
-        model: may be on the meta device; parameters that require no gradient are not trained.
-        batch_size: pairs of a step over all ranks.
-        world: number of ranks, one for each GPU.
-        parts: parts in which each rank computes its rows (``accumulate``).
-        patch_dropout: fraction of patches that is dropped.
-        bf16: whether the towers compute in bfloat16.
-        recompute: every ``recompute``-th block keeps only its input; 0 for none.
-        optimizer: a name in ``OPTIMIZERS``.
-        tiled: whether the loss computes its logits in tiles, see ``clipkit.objectives.Objective``.
-        text_rows: number of text features with which the loss compares an image; 0: as the batch size.
-        loss_dims: the setting ``loss.dims``.
-        terms: the local terms by name.
-        further: number of further texts of each image.
-        average: whether averaged weights are kept.
-        averaged: whether they are the teacher of a distillation.
-        sam: whether each update computes two gradients (``optim.sam``).
-        sharding: "none", "full" (weights, gradients and states sharded over all ranks), or "hybrid" (over
-            ``shard_ranks`` of them, such as those of one host).
-        shard_ranks: with "hybrid", number of ranks that share one copy.
-        teacher: a model that encodes each batch.
-        reshard: whether sharded blocks are gathered again for the backward pass.
-    """
-
-    model: CLIP
-    batch_size: int
-    steps: int
-    world: int = 1
-    parts: int = 1
-    patch_dropout: float = 0.0
-    bf16: bool = True
-    recompute: int = 0
-    optimizer: str = "adamw"
-    tiled: bool = True
-    text_rows: int = 0
-    loss_dims: tuple[int, ...] = ()
-    terms: Mapping[str, Term] = field(default_factory=dict)
-    further: int = 0
-    average: bool = False
-    averaged: bool = False
-    sam: bool = False
-    sharding: str = "none"
-    shard_ranks: int = 0
-    teacher: CLIP | None = None
-    reshard: bool = True
-
-    @property
-    def ways(self) -> int:
-        """Number of ranks that share one copy of the weights."""
-        return {"none": 1, "full": self.world, "hybrid": self.shard_ranks or self.world}[self.sharding]
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes of a number in a block that is gathered."""
-        return _HALF if self.bf16 and gathers_once(self.terms) else _FLOAT
-
-
-@dataclass(frozen=True, kw_only=True)
-class Communication:
-    """Bytes that each rank sends in a step, besides a few numbers.
-
-    With ring algorithms, an all-gather or a reduce-scatter of M bytes in all over W ranks sends (W − 1) / W · M,
-    and an all-reduce of M bytes twice as much.
-
-    Attributes:
-        weights: all-gathers of sharded weights.
-        gradients: their reduce-scatters, and all-reduces over copies of the weights.
-        features: an all-gather of the text features, a reduce-scatter of their gradients, and softmax's sums by
-            column.
-    """
-
-    weights: int
-    gradients: int
-    features: int
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return self.weights + self.gradients + self.features
-
-
-@dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """Resources that a run needs; FLOPs are None if they are not known.
-
-    Attributes:
-        work: the workload; of a run with small steps that at full size.
-        parameters: number of parameters by "image", "text", "decoder" and "other" (the temperature).
-        trained: number of trained parameters.
-        image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
-        step_flops: FLOPs of a step on all ranks together, including a teacher's.
-        costs: measured costs of one part of a rank's step.
-        memory: memory of each GPU.
-        hours: duration of all steps; None if the FLOPs or the speed are not known.
-    """
-
-    work: Workload
-    parameters: Mapping[str, int]
-    trained: int
-    image_flops: Flops | None
-    text_flops: Flops | None
-    step_flops: int | None
-    costs: StepCosts | None
-    memory: Memory
-    hours: float | None
-
-
-def communication_of(work: Workload) -> Communication:
-    """Count the bytes that each rank sends in a step; those of a further objective's sums are not counted."""
-
-    def sent(ranks: int, size: int) -> float:
-        return size * (ranks - 1) / ranks
-
-    ways = work.ways
-    copies = work.world // work.ways
-    weights = gradients = 0.0
-    in_blocks = {parameter for block in blocks(work.model) for parameter in linear_parameters(block)}
-    for parameter in work.model.parameters():
-        size = _FLOAT * parameter.numel()
-        if ways > 1 and parameter.ndim:
-            # the rows of all ranks are padded alike
-            numbers = parameter.numel() // len(parameter) * math.ceil(len(parameter) / ways) * ways
-            size = _FLOAT * numbers
-            if parameter in in_blocks:
-                # a pass without and one with a graph for each part, and what was freed again for each backward pass
-                passes = 2 if work.parts == 1 else 3 * work.parts
-                weights += sent(ways, work.gathered_bytes * numbers) * (
-                    passes if work.reshard else work.parts
-                )
-            else:
-                weights += sent(ways, size) * work.parts
-        if parameter.requires_grad:
-            if ways > 1 and parameter.ndim:
-                gradients += sent(ways, size) + 2 * sent(copies, size // ways)
-            else:
-                gradients += 2 * sent(work.world, size)
-    if OPTIMIZERS[work.optimizer].divides_matrices:
-        # in bfloat16: directions of sharded matrices, and the updates of all
-        shapes = Counter[torch.Size]()
-        transformers = work.model.transformers.values()
-        for block in chain.from_iterable(transformer.blocks for transformer in transformers):
-            for parameter in block.parameters():
-                if parameter.requires_grad and parameter.ndim == 2:
-                    shapes[parameter.shape] += 1
-        for shape, count in shapes.items():
-            size = _HALF * shape.numel()
-            gradients += sent(ways, count * size)
-            gradients += sent(work.world, math.ceil(count / work.world) * work.world * size)
-    rows = work.batch_size * (1 + work.further)
-    features = 0.0
-    if work.text_rows in (0, work.batch_size):  # all ranks have all classes
-        sums = 4 * rows * _FLOAT  # all-reduces of the greatest logits and of the sums of exponentials
-        features = sent(work.world, 2 * rows * work.model.architecture.embed_dim * _FLOAT + sums)
-    return Communication(weights=round(weights), gradients=round(gradients), features=round(features))
-
-
-def measure_workload(work: Workload) -> StepCosts:
-    """Measure one part of a rank's step, see ``measure_step``."""
-    return measure_step(
-        work.model,
-        rows=_rows_of_part(work),
-        terms=work.terms,
-        further=work.further,
-        patch_dropout=work.patch_dropout,
-        bf16=work.bf16,
-        recompute=work.recompute,
-    )
-
-
-def _rows_of_part(work: Workload) -> int:
-    return math.ceil(math.ceil(work.batch_size / work.world) / work.parts)
-
-
-def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
+def memory_of(work: Workload, costs: StepCosts | None) -> Memory:
     """Estimate the memory of a workload.
 
     Args:
         work: the workload.
-        costs: measured costs of a step with as many rows or about as many; None: they are measured.
+        costs: measured costs of a step with as many rows or about as many, see ``measure_workload``.
     """
     model = work.model
-    shape = work.model.architecture
-    rows = math.ceil(work.batch_size / work.world)
-    part = _rows_of_part(work)
-    try:
-        costs = costs or measure_workload(work)
-    except Unmeasurable:
-        costs = None
+    config = work.config
+    rows = work.rows
 
     # weights, gradients and state
-    optimizer = make_optimizer(model, OptimConfig(name=work.optimizer))
+    optimizer = make_optimizer(model, OptimConfig(name=config.optim.name))
     numbers = trained = state = 0
     for parameter in model.parameters():
         numbers += parameter.numel()
@@ -562,13 +450,14 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
                 state += size.numel() * dtype.itemsize
     ways = work.ways
     weight_bytes = math.ceil(_FLOAT * numbers / ways)
+    gradient_bytes = math.ceil(_FLOAT * trained / ways)
     weights = weight_bytes
     if ways > 1:
         # two blocks are gathered at a time, or all; the gradient of one is added up in float32. The parameters
         # outside of blocks are gathered for the whole step, and so is their gradient
         sizes = [sum(map(Tensor.numel, linear_parameters(block))) for block in blocks(model)]
         largest = max(sizes, default=0)
-        weights += work.gathered_bytes * (2 * largest if work.reshard else sum(sizes))
+        weights += work.gathered_bytes * (2 * largest if config.reshard else sum(sizes))
         weights += _FLOAT * (largest + 2 * (numbers - sum(sizes)))
     teacher = 0
     if work.teacher is not None:  # whole on each GPU
@@ -582,26 +471,130 @@ def memory_of(work: Workload, costs: StepCosts | None = None) -> Memory:
         if ways > 1 and work.gathered_bytes == _HALF:
             copies -= costs.bytes.block_copies
         activations = costs.bytes.activations + copies
-        if work.world == work.parts == 1:
+        if work.world == config.accumulate == 1:
             # gradients grow while activations are released; otherwise gradients are there from the start
             activations = max(costs.bytes.together - _FLOAT * trained, copies)
-        activations = copies + (activations - copies) * part // costs.rows
+        activations = copies + (activations - copies) * work.part_rows // costs.rows
 
     # the loss: all texts and their gradients, this rank's features and theirs, and logits
-    text_rows = work.text_rows or work.batch_size
-    logits = min(_TILE, rows * text_rows) if work.tiled else rows * text_rows
+    logits = rows * work.text_rows
+    if select_objective(config).tiled:
+        logits = min(_TILE, logits)
+    features = (2 * work.text_rows + 4 * rows) * model.architecture.embed_dim
+    vision = model.architecture.vision
     return Memory(
         weights=weights,
-        gradients=math.ceil(_FLOAT * trained / ways),
+        gradients=gradient_bytes,
         optimizer=math.ceil(state / ways),
-        average=math.ceil(_FLOAT * trained / ways) if work.average else 0,
-        copy=weight_bytes if work.sam else 0,
-        activations=activations,
-        loss=_FLOAT * (2 * text_rows * shape.embed_dim + 4 * rows * shape.embed_dim + 3 * logits),
-        # this step's and the next one's as they are stored
-        images=shape.vision.channels * shape.vision.image_size**2 * 2 * rows,
+        average=gradient_bytes if config.optim.average else 0,
+        copy=weight_bytes if config.optim.sam else 0,
         teacher=teacher,
+        activations=activations,
+        loss=_FLOAT * (features + 3 * logits),
+        # this step's and the next one's as they are stored
+        images=vision.channels * vision.image_size**2 * 2 * rows,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """Bytes that each rank sends in a step, besides a few numbers.
+
+    With ring algorithms, an all-gather or a reduce-scatter of M bytes in all over W ranks sends (W − 1) / W · M,
+    and an all-reduce of M bytes twice as much.
+
+    Attributes:
+        gradients: reduce-scatters of sharded gradients, and all-reduces over copies of the weights.
+        weights: all-gathers of sharded weights.
+        features: an all-gather of the text features, a reduce-scatter of their gradients, and softmax's sums by
+            column.
+    """
+
+    gradients: int
+    weights: int
+    features: int
+
+    @property
+    def total(self) -> int:
+        """The sum."""
+        return self.gradients + self.weights + self.features
+
+
+def communication_of(work: Workload) -> Communication:
+    """Count the bytes that each rank sends in a step; those of a further objective's sums are not counted."""
+
+    def sent(ranks: int, size: int) -> float:
+        return size * (ranks - 1) / ranks
+
+    config = work.config
+    ways = work.ways
+    copies = work.world // ways
+    weights = gradients = 0.0
+    in_blocks = {parameter for block in blocks(work.model) for parameter in linear_parameters(block)}
+    # blocks: a pass without and one with a graph for each part, and what was freed again for each backward pass
+    block_passes = config.accumulate
+    if config.reshard:
+        block_passes = 2 if config.accumulate == 1 else 3 * config.accumulate
+    for parameter in work.model.parameters():
+        numbers = parameter.numel()
+        sharded = ways > 1 and parameter.ndim > 0
+        if sharded:
+            # the rows of all ranks are padded alike
+            numbers = numbers // len(parameter) * math.ceil(len(parameter) / ways) * ways
+            if parameter in in_blocks:
+                weights += sent(ways, work.gathered_bytes * numbers) * block_passes
+            else:
+                weights += sent(ways, _FLOAT * numbers) * config.accumulate
+        if parameter.requires_grad and sharded:
+            gradients += sent(ways, _FLOAT * numbers) + 2 * sent(copies, _FLOAT * numbers // ways)
+        elif parameter.requires_grad:
+            gradients += 2 * sent(work.world, _FLOAT * numbers)
+    if OPTIMIZERS[config.optim.name].divides_matrices:
+        # in bfloat16: directions of sharded matrices, and the updates of all
+        shapes = Counter(
+            parameter.shape
+            for transformer in work.model.transformers.values()
+            for block in transformer.blocks
+            for parameter in block.parameters()
+            if parameter.requires_grad and parameter.ndim == 2
+        )
+        for shape, count in shapes.items():
+            size = _HALF * shape.numel()
+            gradients += sent(ways, count * size)
+            gradients += sent(work.world, math.ceil(count / work.world) * work.world * size)
+    features = 0.0
+    if not select_objective(config).all_texts:  # otherwise all ranks have all classes
+        rows = config.batch_size * (1 + work.further)
+        # features and their gradients, all-reduces of the greatest logits and of the sums of exponentials
+        numbers = rows * (2 * work.model.architecture.embed_dim + 4)
+        features = sent(work.world, _FLOAT * numbers)
+    return Communication(gradients=round(gradients), weights=round(weights), features=round(features))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Resources that a workload needs; FLOPs are None if they are not known.
+
+    Attributes:
+        work: the workload.
+        parameters: number of parameters by "image", "text", "decoder" and "other" (the temperature).
+        trained: number of trained parameters.
+        image_flops: FLOPs of one image, both passes; ``text_flops`` of one caption.
+        step_flops: FLOPs of a step on all ranks together, including a teacher's.
+        costs: measured costs of one part of a rank's step.
+        memory: memory of each GPU.
+        hours: duration of the steps; None if the FLOPs or the speed are not known.
+    """
+
+    work: Workload
+    parameters: Mapping[str, int]
+    trained: int
+    image_flops: Flops | None
+    text_flops: Flops | None
+    step_flops: int | None
+    costs: StepCosts | None
+    memory: Memory
+    hours: float | None
 
 
 def estimate(work: Workload, speed: float | None = None) -> Estimate:
@@ -617,48 +610,26 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
     for name, parameter in work.model.named_parameters():
         parameters[tower_of(name) or "other"] += parameter.numel()
         trained += parameter.numel() if parameter.requires_grad else 0
-    costs = image = text = step = hours = None
-    try:
-        costs = measure_workload(work)
-        step = _measure_step_flops(work, costs)
-        counts = patch_counts(shape, work.patch_dropout, shape.vision.image_size)
+    image = text = flops = hours = None
+    costs = measure_workload(work)
+    if costs is not None:
+        flops = step_flops(work, costs)
+        counts = patch_counts(shape, work.config.model.patch_dropout, shape.vision.image_size)
         image = image_flops(work.model, patches=counts[1] if counts else None)
         text = text_flops(work.model, shape.text.context_length)
-    except Unmeasurable:
-        pass
-    if speed is not None and step is not None:
-        hours = work.steps * step / work.world / speed / 3600
+        if speed is not None:
+            hours = work.steps * flops / work.world / speed / 3600
     return Estimate(
         work=work,
         parameters=parameters,
         trained=trained,
         image_flops=image,
         text_flops=text,
-        step_flops=step,
+        step_flops=flops,
         costs=costs,
         memory=memory_of(work, costs),
         hours=hours,
     )
-
-
-def _measure_step_flops(work: Workload, costs: StepCosts | None = None) -> int:
-    """Return the FLOPs of a step on all ranks together; ``costs`` are those of ``measure_workload``."""
-    model = work.model
-    rows = math.ceil(work.batch_size / work.world)
-    if costs is None:
-        costs = measure_workload(replace(work, batch_size=_FEW * work.world, parts=1))
-    flops = rows * costs.flops // costs.rows
-    if work.averaged and not _encodes_twice(work.terms):
-        flops += rows * _measure_encoding(model)
-    flops += _loss_flops(model, rows, work.text_rows or work.batch_size, work.loss_dims)
-    flops *= work.world * (1 + work.sam)
-    if work.teacher is not None:
-        flops += work.batch_size * _measure_encoding(work.teacher)
-    return flops
-
-
-def _measure_encoding(model: CLIP) -> int:
-    return image_flops(model).forward + text_flops(model, model.architecture.text.context_length).forward
 
 
 # Which fraction of a GPU's peak a run reaches (MFU) is the largest unknown. Published hours of CLIP runs, by this
@@ -683,159 +654,117 @@ class Costs:
     """The estimated costs of a run.
 
     Attributes:
-        whole: estimate for all steps; memory is that at full size.
-        machine: machine of the run.
+        whole: estimate of the last steps, those at full size with all terms; ``hours`` are of all steps.
+        machine: machine of each process.
         mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is the default.
         instead: settings with which the run would fit into memory, each a group for a command line.
-        unknown_teacher: whether a teacher's costs are missing because it is not on this machine.
     """
 
     whole: Estimate
-    steps: int
     machine: Machine
     mfu: float
     assumed: bool
     instead: tuple[str, ...] = ()
-    unknown_teacher: bool = False
+
+    @property
+    def knows_memory(self) -> bool:
+        """Whether the memory is not only a part of what is needed."""
+        return self.whole.memory.activations is not None and not self.whole.work.lacks_teacher
 
     @property
     def fits(self) -> bool | None:
         """Whether the memory suffices; None if it is not known."""
         memory = self.machine.memory
-        needed = self.whole.memory
         if memory is None or not self.machine.gpu:
             return None
-        if needed.total > COUNTED_ON * memory:
+        if self.whole.memory.total > COUNTED_ON * memory:
             return False
-        return None if needed.activations is None or self.unknown_teacher else True
+        return True if self.knows_memory else None
 
 
 def workloads_of(
-    config: Config,
-    shape: Architecture,
-    *,
-    world: int,
-    shard_ranks: int,
-    bf16: bool,
-    teacher: CLIP | None = None,
+    config: Config, *, world: int, shard_ranks: int, bf16: bool, teacher: CLIP | None = None
 ) -> list[Workload]:
     """Return the workloads of a run: its small steps and those before terms begin, if any, and its other steps.
 
     Args:
         config: configuration of the run.
-        shape: the model's architecture.
-        world: number of ranks.
-        shard_ranks: with sharding=hybrid, number of ranks that share one copy.
-        bf16: whether the towers compute in bfloat16.
-        teacher: a model that encodes each batch.
+        world, shard_ranks, bf16, teacher: see ``Workload``.
     """
     small = config.small
-    caption = config.objectives["caption"]
-    masked = config.objectives["masked"]
     selected = select_terms(config)
     starts = (0, small.steps, *(term.after for term in selected.values()))
-    bounds = {min(start, config.steps) for start in starts}
+    bounds = sorted({min(start, config.steps) for start in starts} | {config.steps})
     works = []
-    objective = select_objective(config)
-    for begin, end in pairwise([*sorted(bounds), config.steps]):
-        stage_shape = shape
+    for begin, end in pairwise(bounds):
+        terms = {name: term for name, term in selected.items() if begin >= term.after}
+        shape = select_shape(config, terms)
         if begin < small.steps:
-            stage_shape = stage_shape.replace_size(
-                image_size=small.image_size, context_length=small.context_length
-            )
-        if begin < caption.after:
-            stage_shape = replace(stage_shape, decoder=None)
-        if begin < masked.after:
-            stage_shape = replace(stage_shape, masked=None)
+            shape = shape.replace_size(image_size=small.image_size, context_length=small.context_length)
         with torch.device("meta"):
-            model = CLIP(stage_shape, name=config.model.label)
+            model = CLIP(shape, name=config.model.label)
         if config.lora.rank:
             add_adapters(model, adapters_of(config.lora))
-        terms = {name: term for name, term in selected.items() if begin >= term.after}
         lock(model, image=config.lock.image, text=config.lock.text, terms=terms)
         works.append(
             Workload(
                 model=model,
-                batch_size=config.batch_size,
+                config=config,
+                terms=terms,
                 steps=end - begin,
                 world=world,
-                parts=config.accumulate,
-                patch_dropout=config.model.patch_dropout,
-                bf16=bf16,
-                recompute=config.recompute,
-                optimizer=config.optim.name,
-                tiled=objective.tiled,
-                text_rows=objective.text_rows(stage_shape.text, config.batch_size),
-                loss_dims=config.loss.dims,
-                terms=terms,
-                further=config.data.caption_count - 1 + bool(config.data.negatives),
-                average=bool(config.optim.average),
-                averaged=config.distill.is_average,
-                sam=bool(config.optim.sam),
-                sharding=config.sharding,
                 shard_ranks=shard_ranks,
+                bf16=bf16,
                 teacher=teacher,
-                reshard=config.reshard,
             )
         )
     return works
 
 
-def run_costs(
-    works: Sequence[Workload], machine: Machine, *, mfu: float | None = None, unknown_teacher: bool = False
-) -> Costs:
+def run_costs(works: Sequence[Workload], machine: Machine, *, mfu: float | None = None) -> Costs:
     """Estimate the costs of a run, and find settings with which it would fit into memory.
 
     Args:
         works: see ``workloads_of``.
         machine: machine of each process.
         mfu: fraction of the peak that is reached, above 0 and at most 1; None: a cautious default.
-        unknown_teacher: whether there is a teacher that is not on this machine.
     """
     fraction = mfu or (GPU_MFU if machine.gpu else CPU_MFU)
     speed = None if machine.peak is None else fraction * machine.peak
-    *earlier, last = works
-    full = estimate(last, speed)
-    for work in earlier:
-        if full.hours is not None and speed is not None:
-            hours = work.steps * _measure_step_flops(work) / work.world / speed / 3600
-            full = replace(full, hours=full.hours + hours)
-    costs = Costs(
-        whole=full,
-        steps=sum(work.steps for work in works),
-        machine=machine,
-        mfu=fraction,
-        assumed=mfu is None,
-        unknown_teacher=unknown_teacher,
-    )
-    if costs.fits is not False:
-        return costs
+    estimates = [estimate(work, speed) for work in works]
+    whole = estimates[-1]
+    if whole.hours is not None:
+        whole = replace(whole, hours=sum(part.hours or 0.0 for part in estimates))
+    costs = Costs(whole=whole, machine=machine, mfu=fraction, assumed=mfu is None)
+    return replace(costs, instead=tuple(_fitting_settings(costs))) if costs.fits is False else costs
 
+
+def _fitting_settings(costs: Costs) -> Iterator[str]:
+    work = costs.whole.work
+    config = work.config
     # ways to less memory, the cheapest first; each is tried with more and more parts
-    work = works[-1]
-    rows = max(1, work.batch_size // work.world)
-    ways = [("", work, 2 * work.parts)]
-    recomputed = replace(work, recompute=1)
-    if work.recompute != 1:
-        ways.append(("recompute=1", recomputed, work.parts))
-    if work.sharding == "none" and work.world > 1:
-        settings = "sharding=full" if work.recompute == 1 else "sharding=full recompute=1"
-        ways.append((settings, replace(recomputed, sharding="full"), work.parts))
-    measured = {
-        work.recompute: full.costs,
-        1: full.costs if work.recompute == 1 else measure_workload(recomputed),
-    }
-    instead = []
-    for settings, changed, parts in ways:
-        while parts <= rows:
-            memory = memory_of(replace(changed, parts=parts), measured[changed.recompute])
-            if replace(costs, whole=replace(full, memory=memory)).fits is not False:
-                more = f"accumulate={parts}" if parts > work.parts else ""
-                instead.append(" ".join(filter(None, (settings, more))))
+    ways: list[dict[str, Any]] = [{}]
+    if config.recompute != 1:
+        ways.append({"recompute": 1})
+    if config.sharding == "none" and work.world > 1:
+        ways.append({"sharding": "full", **ways[-1]})
+    measured = {config.recompute: costs.whole.costs}
+    for settings in ways:
+        changed = replace(work, config=replace(config, **settings))
+        every = changed.config.recompute
+        if every not in measured:
+            measured[every] = measure_workload(changed)
+        parts = config.accumulate if settings else 2 * config.accumulate
+        while parts <= config.batch_size // work.world:
+            if parts > config.accumulate:
+                settings = {**settings, "accumulate": parts}
+            changed = replace(work, config=replace(config, **settings))
+            memory = memory_of(changed, measured[every])
+            if replace(costs, whole=replace(costs.whole, memory=memory)).fits is not False:
+                yield " ".join(f"{name}={value}" for name, value in settings.items())
                 break
             parts *= 2
-    return replace(costs, instead=tuple(instead))
 
 
 def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
@@ -846,7 +775,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
         device: device of this process, which is measured unless ``target`` names a GPU.
         target: the machines.
     """
-    shape = select_shape(config)
+    select_shape(config)  # mistakes are reported before anything is measured
     world = target.gpus or world_size()
     check_split(config.batch_size, world=world, parts=config.accumulate)
     bf16 = computes_in_bf16(config.precision, device)
@@ -866,16 +795,13 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     teacher = None
     source = "" if config.distill.is_average else config.distill.teacher
     if source.startswith(_OPEN_CLIP):
-        try:
-            with torch.device("meta"):
-                teacher = CLIP(create_architecture(source.partition("/")[0]), name=source)
-        except ClipkitError:
-            pass
+        with suppress(ClipkitError), torch.device("meta"):
+            teacher = CLIP(create_architecture(source.partition("/")[0]), name=source)
     elif source and Path(source).expanduser().exists():
         teacher = load(source)
     shard_ranks = target.gpus_per_host or min(target.gpus, _GPUS_PER_HOST) or ranks_of_host()
-    works = workloads_of(config, shape, world=world, shard_ranks=shard_ranks, bf16=bf16, teacher=teacher)
-    costs = run_costs(works, machine, mfu=target.mfu, unknown_teacher=bool(source) and teacher is None)
+    works = workloads_of(config, world=world, shard_ranks=shard_ranks, bf16=bf16, teacher=teacher)
+    costs = run_costs(works, machine, mfu=target.mfu)
     title = "# settings that differ from the defaults, see --settings"
     return [title, redact_settings(config), *cost_table(costs, expected=expected_score(config))]
 
@@ -901,32 +827,22 @@ Row = tuple[str, str]
 
 
 def _model_rows(estimate: Estimate) -> Iterator[Row]:
-    image, text, total = (
-        f"{count / 1e6:,.1f} M"
-        for count in (
-            estimate.parameters["image"],
-            estimate.parameters["text"],
-            sum(estimate.parameters.values()),
-        )
-    )
-    trained = f"{estimate.trained / 1e6:,.1f} M"
-    if count := estimate.parameters["decoder"]:
-        text += f", decoder {count / 1e6:,.1f} M"
-    yield "parameters", f"image {image}, text {text}, {total} in all, {trained} trained"
-    if estimate.image_flops is None or estimate.text_flops is None:
+    work = estimate.work
+    counts = {name: f"{count / 1e6:,.1f} M" for name, count in estimate.parameters.items()}
+    towers = f"image {counts['image']}, text {counts['text']}"
+    if estimate.parameters["decoder"]:
+        towers += f", decoder {counts['decoder']}"
+    total = sum(estimate.parameters.values()) / 1e6
+    yield "parameters", f"{towers}, {total:,.1f} M in all, {estimate.trained / 1e6:,.1f} M trained"
+    if estimate.image_flops is None or estimate.text_flops is None or estimate.step_flops is None:
         yield "FLOPs", "not known, as a tower of another library reads values"
         return
-    tokens = estimate.work.model.architecture.text.context_length
-    of_text = f"{_flops(estimate.text_flops.both)} a caption of {tokens} tokens"
-    yield "FLOPs", f"{_flops(estimate.image_flops.both)} an image, {of_text}"
-    if estimate.step_flops is not None:
-        teacher = (
-            ", with the teacher's" if estimate.work.teacher is not None or estimate.work.averaged else ""
-        )
-        yield (
-            "",
-            f"{_flops(estimate.step_flops)} a step of {estimate.work.batch_size:,} pairs, both passes{teacher}",
-        )
+    tokens = work.model.architecture.text.context_length
+    caption = f"{_flops(estimate.text_flops.both)} a caption of {tokens} tokens"
+    yield "FLOPs", f"{_flops(estimate.image_flops.both)} an image, {caption}"
+    taught = work.teacher is not None or work.config.distill.is_average
+    step = f"{_flops(estimate.step_flops)} a step of {work.config.batch_size:,} pairs, both passes"
+    yield "", f"{step}, with the teacher's" if taught else step
 
 
 def _memory_rows(costs: Costs) -> Iterator[Row]:
@@ -948,18 +864,15 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
             yield "", f"        {name} of another library's tower: not known"
         elif size:
             yield "", f"{_gib(size)} {name}"
-    if costs.unknown_teacher:
+    if costs.whole.work.lacks_teacher:
         yield "", "        a teacher that is not on this machine: not known"
-    bound = "at least" if memory.activations is None or costs.unknown_teacher else "in all"
+    bound = "in all" if costs.knows_memory else "at least"
     yield "", f"{_gib(memory.total)} {bound}, besides that of {'CUDA' if machine.gpu else 'Python'} itself"
     if costs.fits is None or machine.memory is None:
         return
     gib = machine.memory / 2**30
     answer = "yes" if costs.fits else "no"
-    yield (
-        "fits",
-        f"{answer}: {_short(machine.gpu)} has {gib:.0f} GB, {COUNTED_ON * gib:.0f} of them usable",
-    )
+    yield "fits", f"{answer}: {_short(machine.gpu)} has {gib:.0f} GB, {COUNTED_ON * gib:.0f} of them usable"
     if not costs.fits and not costs.instead:
         yield "", "try more GPUs (--gpus), a smaller model or a smaller batch_size"
     for i, settings in enumerate(costs.instead):
@@ -969,35 +882,33 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
 def _time_rows(costs: Costs) -> Iterator[Row]:
     estimate = costs.whole
     machine = costs.machine
-    world = costs.whole.work.world
+    world = estimate.work.world
+    steps = estimate.work.config.steps
     if machine.peak is None:
         yield "time", "not known: the published rates of GPUs are for bf16"
         return
     if estimate.hours is None:
         yield "time", "not known: the FLOPs of another library's tower"
         return
-    text = f"{duration(estimate.hours)} for {costs.steps:,} steps, without evaluation, "
-    rate = f"{costs.mfu:.0%} (--mfu) of {machine.peak / 1e12:,.3g} TFLOP/s are reached"
+    text = f"{duration(estimate.hours)} for {steps:,} steps, without evaluation, "
+    rate = f"if loading data is fast enough and {costs.mfu:.0%} (--mfu) of {machine.peak / 1e12:,.3g} TFLOP/s"
+    origin = "measured now" if machine.measured else "according to its data sheet"
     if machine.gpu:
         text += f"on {world} × {_short(machine.gpu)}: {estimate.hours * world:,.0f} GPU-hours, "
-        origin = "measured now" if machine.measured else "according to its data sheet"
-        text += f"if loading data is fast enough and {rate}, the rate {origin}"
-    else:
-        text += (
-            f"if loading data is fast enough and {rate}, the rate measured now; other programs reduce both"
-        )
-    if costs.assumed and machine.gpu:
+    text += f"{rate} are reached, the rate {origin}"
+    if not machine.gpu:
+        text += "; other programs reduce both"
+    elif costs.assumed:
         least, most = PUBLISHED_MFU
         text += f" (published runs reached {least:.0%} to {most:.0%}, see configs/README.md)"
     yield from _wrapped("time", text)
     if world > 1:
         sent = communication_of(estimate.work)
-        parts = {"gradients": sent.gradients, "weights": sent.weights, "features": sent.features}
-        named = ", ".join(f"{size / 2**30:.2f} of {name}" for name, size in parts.items() if size)
-        needed = sent.total * costs.steps / estimate.hours / 3600 / 1e9
+        parts = ", ".join(f"{size / 2**30:.2f} of {name}" for name, size in asdict(sent).items() if size)
+        needed = _round_to_two_digits(sent.total * steps / estimate.hours / 3600 / 1e9)
         text = (
-            f"{sent.total / 2**30:.2f} GiB sent by each {'GPU' if machine.gpu else 'process'} and step ({named}): "
-            f"takes as long as the computation at {_round_to_two_digits(needed)} GB/s; much faster links hide it"
+            f"{sent.total / 2**30:.2f} GiB sent by each {'GPU' if machine.gpu else 'process'} and step ({parts}): "
+            f"takes as long as the computation at {needed} GB/s; much faster links hide it"
         )
         yield from _wrapped("communication", text)
 

@@ -28,7 +28,7 @@ from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import is_due, learning_rate
 from clipkit.training.checkpoint import LoopState, planned_steps
-from clipkit.training.costs import flops_of_steps, measured_peak
+from clipkit.training.costs import Workload, flops_of_steps, measured_peak
 from clipkit.training.guards import write_lines
 from clipkit.training.metrics import Profile, RankClock, StepMetrics, Stopwatch
 from clipkit.training.step import TrainingStep
@@ -132,16 +132,8 @@ class Log:
     def count_flops(self, model: CLIP, compute: TrainingStep, step: int) -> None:
         """Count the FLOPs of the steps from ``step`` on, for the MFU; call it again after a change of what is
         trained, on all ranks."""
-        self._flops = flops_of_steps(
-            model,
-            terms=compute.terms,
-            step=step,
-            text_rows=compute.objective.text_rows(compute.shape.text, self._config.batch_size),
-            patch_dropout=compute.patch_dropout,
-            loss_dims=compute.loss.dims,
-            averaged=compute.distill.is_average,
-            gradients=2 if self._config.optim.sam else 1,
-        )
+        terms = {name: term for name, term in compute.terms.items() if term.after <= step}
+        self._flops = flops_of_steps(Workload(model=model, config=self._config, terms=terms))
         if self._flops is not None and not self._rates.peak:
             dtype = torch.bfloat16 if compute.bf16 else torch.float32
             self._rates.measure_peak(partial(measured_peak, model.logit_scale.device, dtype))

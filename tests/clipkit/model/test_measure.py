@@ -32,7 +32,7 @@ from clipkit.model.measure import (
     text_flops,
 )
 from clipkit.model.names import create_architecture
-from clipkit.training.costs import measure_step
+from clipkit.training.costs import Workload, measure_step
 
 LIBRARY_TOWER = OpenClipVision(
     image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
@@ -234,7 +234,7 @@ def test_results_of_operations_equal_those_of_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(measure, "_RESULTS", rules)
     model = create(ARCHITECTURES["ViT-Ti-4-16"], name="ViT-Ti-4-16", seed=0)
     for bf16 in (False, True):
-        measure_step(model, rows=3, terms={}, length=9, bf16=bf16)
+        measure_step(Workload(model=model, bf16=bf16), 3, length=9)
     image_flops(model)
     text_flops(model, 20)
     assert len(compared) > 25

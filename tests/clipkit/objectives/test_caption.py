@@ -23,7 +23,7 @@ from clipkit.model.towers import Padded, draw_rows
 from clipkit.objectives import select_terms
 from clipkit.objectives.caption import Caption
 from clipkit.training.build import first_model, lock, places, shape_of
-from clipkit.training.costs import measure_step
+from clipkit.training.costs import Workload, measure_step
 from tests.clipkit.term_sums import sum_term
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -320,7 +320,8 @@ def test_caption_flops_equal_torch() -> None:
             found.append(counter.get_total_flops())
         terms = {"caption": Caption(weight=1, feed=feed, length=LENGTH)}
         more, less = (
-            measure_step(model, rows=2, terms=one, length=LENGTH + 1).flops // 2 for one in (terms, {})
+            measure_step(Workload(model=model, terms=one), 2, length=LENGTH + 1).flops // 2
+            for one in (terms, {})
         )
         # the backward pass costs twice as much; images need no gradient
         assert more - less == pytest.approx(3 * (found[1] - found[0]), rel=1e-3)

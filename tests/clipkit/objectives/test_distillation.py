@@ -181,8 +181,9 @@ def test_settings_and_costs_of_averaged_weights_as_teacher() -> None:
             load_config(QUICKSTART, ["distill.teacher=average", *overrides])
     config = load_config(QUICKSTART, ["distill.teacher=average", "optim.average=0.9"])
     shape = shape_of(config.model, config.loss, config.small)
-    (work,) = workloads_of(config, shape, world=1, shard_ranks=1, bf16=False)
-    added = (estimate(work).step_flops or 0) - (estimate(replace(work, averaged=False)).step_flops or 0)
+    (work,) = workloads_of(config, world=1, shard_ranks=1, bf16=False)
+    untaught = replace(config, distill=DistillConfig())
+    added = (estimate(work).step_flops or 0) - (estimate(replace(work, config=untaught)).step_flops or 0)
     of_pair = image_flops(work.model).forward + text_flops(work.model, shape.text.context_length).forward
     assert added == config.batch_size * of_pair
     lines = "\n".join(cost_table(run_costs([work], Machine(gpu="", memory=None, peak=1e9, measured=True))))

@@ -23,7 +23,7 @@ from clipkit.objectives import TermBatch, select_terms
 from clipkit.objectives.distill import Teaching
 from clipkit.objectives.masked import Masked
 from clipkit.training.build import first_model, places, shape_of
-from clipkit.training.costs import measure_step, workloads_of
+from clipkit.training.costs import Workload, measure_step, workloads_of
 from tests.clipkit.term_sums import sum_term
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
@@ -217,7 +217,7 @@ def test_masked_settings(tmp_path: Path) -> None:
     late = load_config(
         QUICKSTART, ["masked.weight=1", "masked.after=900", "small.steps=600", "small.image_size=8"]
     )
-    works = workloads_of(late, shape("masked.weight=1"), world=1, shard_ranks=1, bf16=False)
+    works = workloads_of(late, world=1, shard_ranks=1, bf16=False)
     found = [
         (one.steps, one.model.architecture.vision.image_size, one.model.masked_head is None) for one in works
     ]
@@ -234,6 +234,6 @@ def test_masked_settings(tmp_path: Path) -> None:
 def test_masked_flops() -> None:
     model = made()
     terms = {"masked": Masked(weight=1, fraction=0.5)}
-    with_term, without = (measure_step(model, rows=2, terms=one).flops // 2 for one in (terms, {}))
+    with_term, without = (measure_step(Workload(model=model, terms=one), 2).flops // 2 for one in (terms, {}))
     head = 2 * 8 * 48 * 512
     assert with_term - without - 3 * head > image_flops(made(None)).both

@@ -18,7 +18,7 @@ from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.objectives import Targets
 from clipkit.objectives.clip import Clip, clip_loss
 from clipkit.objectives.siglip import siglip_loss
-from clipkit.training.costs import flops_of_steps
+from clipkit.training.costs import Workload, flops_of_steps
 from clipkit.training.step import batch_loss
 from data.captions import CaptionRule
 from data.loader import Loader, caption_hash
@@ -103,7 +103,7 @@ def test_negatives_settings_and_flops() -> None:
     with pytest.raises(ConfigError, match=r"cannot be combined with caption.feed=text"):
         load_config(QUICKSTART, ["data.negatives=wrong", "caption.weight=1", "caption.feed=text"])
     model = create(ARCHITECTURES["ViT-Ti-4-16"], seed=0)
-    count = flops_of_steps(model, terms={}, step=0, text_rows=2)
+    count = flops_of_steps(Workload(model=model))
     assert count is not None
     added = count([5, 6], 16, [3, 9]) - count([5, 6], 16, [])
     assert added == sum(text_flops(model, length).both for length in (3, 9))

@@ -125,12 +125,10 @@ def test_views_settings_and_flops() -> None:
     with pytest.raises(ConfigError, match=r"views.weight requires clipkit's own image towers"):
         shape(*on, "model.name=open_clip:RN50")
     config = load_config(QUICKSTART, [*on, "views.count=3", "views.after=900"])
-    works = workloads_of(config, shape(*on), world=1, shard_ranks=1, bf16=False)
+    works = workloads_of(config, world=1, shard_ranks=1, bf16=False)
     assert [(work.steps, list(work.terms)) for work in works] == [(900, []), (100, ["views"])]
     model, small = works[1].model, CLIP(shape().replace_size(image_size=8))
-    with_term, without = (
-        measure_step(model, rows=2, terms=work.terms, length=6).flops for work in reversed(works)
-    )
+    with_term, without = (measure_step(work, 2, length=6).flops for work in reversed(works))
     encoding = 2 * (image_flops(model).forward + text_flops(model, 6).forward)
     comparing = 2 * 2 * 2 * 128 * (1 + 2 * 3)  # products of images and crops with both texts
     # and the position embeddings of crops are resized

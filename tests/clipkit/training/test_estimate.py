@@ -9,14 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from clipkit.config import Config, OptimConfig
 from clipkit.model import ARCHITECTURES, Architecture, OpenClipVision
 from clipkit.model.clip import CLIP, create
 from clipkit.training.costs import (
+    Memory,
+    StepCosts,
     Workload,
     communication_of,
     estimate,
     flops_of_steps,
     measure_step,
+    measure_workload,
     memory_of,
 )
 from clipkit.training.parallel import blocks, linear_parameters, recompute_function
@@ -35,9 +39,20 @@ def model() -> CLIP:
     return create(SMALL, seed=0).train()
 
 
+def with_settings(work: Workload, **settings: Any) -> Workload:
+    return replace(work, config=replace(work.config, **settings))
+
+
+def memory(work: Workload) -> Memory:
+    return memory_of(work, measure_workload(work))
+
+
+def measured(model: CLIP, *, bf16: bool = False, recompute: int = 0) -> StepCosts:
+    return measure_step(Workload(model=model, config=Config(recompute=recompute), bf16=bf16), 16)
+
+
 def activations(model: CLIP, **settings: Any) -> int:
-    found = measure_step(model, rows=16, terms={}, **settings).bytes
-    return found.activations
+    return measured(model, **settings).bytes.activations
 
 
 def test_recomputed_blocks_keep_only_their_inputs() -> None:
@@ -57,11 +72,9 @@ def test_recomputed_blocks_are_measured_as_with_torch(
     every: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = meta(ARCHITECTURES[SMALL])
-    plain, found = (
-        measure_step(model, rows=16, terms={}, bf16=bf16, recompute=recompute) for recompute in (0, every)
-    )
+    plain, found = (measured(model, bf16=bf16, recompute=recompute) for recompute in (0, every))
     monkeypatch.setattr("clipkit.training.costs.recompute_function", recompute_function)
-    assert found == measure_step(model, rows=16, terms={}, bf16=bf16, recompute=every)
+    assert found == measured(model, bf16=bf16, recompute=every)
     # what is computed again does not count
     assert found.flops == plain.flops and found.bytes.activations < plain.bytes.activations
 
@@ -80,7 +93,7 @@ def test_frozen_blocks_keep_no_activations() -> None:
 def test_a_new_tower_or_term_needs_no_cost_method() -> None:
     """The bytes of half precision: blocks keep less, and copies of the weights are told apart."""
     model = meta(ARCHITECTURES[SMALL])
-    full, half = (measure_step(model, rows=16, terms={}, bf16=bf16) for bf16 in (False, True))
+    full, half = (measured(model, bf16=bf16) for bf16 in (False, True))
     matrices = sum(
         one.numel() for name, one in model.named_parameters() if one.ndim == 2 and "resblocks" in name
     )
@@ -96,8 +109,8 @@ def test_memory_equals_that_of_torch_adamw(model: CLIP, name: str) -> None:
     for parameter in copy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    work = Workload(model=copy, batch_size=16, steps=1, bf16=False, optimizer=name)
-    found = memory_of(work)
+    work = Workload(model=copy, config=Config(batch_size=16, optim=OptimConfig(name=name)), bf16=False)
+    found = memory(work)
     numbers = sum(parameter.numel() for parameter in copy.parameters())
     held = sum(
         value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1
@@ -105,32 +118,33 @@ def test_memory_equals_that_of_torch_adamw(model: CLIP, name: str) -> None:
     assert found.weights == found.gradients == 4 * numbers
     assert found.optimizer == pytest.approx(held, rel=1e-3)
     assert found.average == 0
-    assert memory_of(replace(work, average=True)).average == 4 * numbers
-    assert memory_of(replace(work, optimizer="muon")).optimizer < found.optimizer
+    assert memory(with_settings(work, optim=OptimConfig(average=0.9))).average == 4 * numbers
+    assert memory(with_settings(work, optim=OptimConfig(name="muon"))).optimizer < found.optimizer
 
 
 def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
-    work = Workload(model=model, batch_size=64, steps=1, world=4)
+    work = Workload(model=model, config=Config(batch_size=64), world=4)
     size = 4 * sum(one.numel() for one in model.parameters())
     found = communication_of(work)
     assert (found.weights, found.gradients) == (0, round(2 * size * 3 / 4))
     assert found.features == 3 / 4 * 4 * (2 * 64 * model.architecture.embed_dim + 4 * 64)
     assert communication_of(replace(work, world=1)).total == 0
-    sharded = communication_of(replace(work, sharding="full"))
+    full = with_settings(work, sharding="full")
+    sharded = communication_of(full)
     assert sharded.gradients == pytest.approx(found.gradients / 2, rel=0.05)  # an all-reduce is two messages
     assert sharded.weights > 0.9 * sharded.gradients  # gathered twice in half precision
-    assert communication_of(replace(work, sharding="full", reshard=False)).weights < sharded.weights
-    assert communication_of(replace(work, sharding="hybrid", shard_ranks=4)) == sharded
+    assert communication_of(with_settings(full, reshard=False)).weights < sharded.weights
+    assert communication_of(replace(with_settings(work, sharding="hybrid"), shard_ranks=4)) == sharded
     matrices = 4 * sum(
         p.numel() for name, p in model.named_parameters() if p.ndim == 2 and ".resblocks." in f".{name}"
     )
-    divided = communication_of(replace(work, sharding="full", optimizer="muon"))
+    divided = communication_of(with_settings(full, optim=OptimConfig(name="muon")))
     assert divided.weights == sharded.weights
     # directions, and updates of 7 matrices of each shape, which are padded to 8; both in half precision
     layers = sum(len(transformer.blocks) for transformer in model.transformers.values())
     assert layers == 7
     assert divided.gradients - sharded.gradients == 3 / 4 * matrices / 2 * (1 + 8 / 7)
-    in_float32 = communication_of(replace(work, sharding="full", bf16=False)).weights - sharded.weights
+    in_float32 = communication_of(replace(full, bf16=False)).weights - sharded.weights
     assert 3 / 4 * matrices < in_float32 < 1.01 * 3 / 4 * matrices
     model.visual.requires_grad_(False)
     assert communication_of(work).gradients < found.gradients
@@ -139,7 +153,7 @@ def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
 
 def test_frozen_tower_has_no_gradients_state_or_activations() -> None:
     locked = create(SMALL, seed=0)
-    work = Workload(model=locked, batch_size=64, steps=10)
+    work = Workload(model=locked, config=Config(batch_size=64), steps=10)
     whole = estimate(work, 1e12)
     locked.visual.requires_grad_(False)
     found = estimate(work, 1e12)
@@ -154,10 +168,10 @@ def test_frozen_tower_has_no_gradients_state_or_activations() -> None:
 
 def test_sharding_divides_weights_gradients_and_state() -> None:
     model = meta(ARCHITECTURES["ViT-H-14"])
-    work = Workload(model=model, batch_size=4096, steps=1, world=64)
-    plain = memory_of(work)
-    full = memory_of(replace(work, sharding="full"))
-    hybrid = memory_of(replace(work, sharding="hybrid", shard_ranks=8))
+    work = Workload(model=model, config=Config(batch_size=4096), world=64)
+    sharded = with_settings(work, sharding="full")
+    plain, full = memory(work), memory(sharded)
+    hybrid = memory(replace(with_settings(work, sharding="hybrid"), shard_ranks=8))
     assert full.optimizer == pytest.approx(plain.optimizer / 64, rel=1e-3)
     assert hybrid.gradients == pytest.approx(plain.gradients / 8, rel=1e-3)
     assert full.weights < hybrid.weights < plain.weights
@@ -165,15 +179,13 @@ def test_sharding_divides_weights_gradients_and_state() -> None:
     assert plain.activations is not None and full.activations is not None
     matrices = sum(p.numel() for block in blocks(model) for p in linear_parameters(block))
     assert plain.activations - full.activations == pytest.approx(2 * matrices, rel=1e-4)
-    assert (
-        memory_of(replace(work, sharding="full", reshard=False)).weights > full.weights + 2 * 0.9 * matrices
-    )
+    assert memory(with_settings(sharded, reshard=False)).weights > full.weights + 2 * 0.9 * matrices
 
 
 def test_loss_memory_is_linear_in_the_batch_size() -> None:
     model = meta(ARCHITECTURES["ViT-B-32"])
     small, large = (
-        memory_of(Workload(model=model, batch_size=size, steps=1, world=8)).loss
+        memory_of(Workload(model=model, config=Config(batch_size=size), world=8), None).loss
         for size in (32_768, 1_048_576)
     )
     assert 2 < large / small <= 32
@@ -181,12 +193,12 @@ def test_loss_memory_is_linear_in_the_batch_size() -> None:
 
 def test_accumulation_divides_activations_and_hours_depend_on_the_peak() -> None:
     model = meta(ARCHITECTURES["ViT-L-14"])
-    work = Workload(model=model, batch_size=1024, steps=1000)
-    one, four = estimate(work, 125e12), estimate(replace(work, parts=4), 250e12)
+    work = Workload(model=model, config=Config(batch_size=1024), steps=1000)
+    one, four = estimate(work, 125e12), estimate(with_settings(work, accumulate=4), 250e12)
     assert one.memory.activations is not None and four.memory.activations is not None
     assert one.memory.activations == pytest.approx(4 * four.memory.activations, rel=0.02)
     assert one.hours is not None and four.hours == pytest.approx(one.hours / 2)
-    count = flops_of_steps(model, terms={}, step=0, text_rows=1024)
+    count = flops_of_steps(work)
     assert count is not None and one.step_flops == count([77] * 1024, 224, [])
     assert one.hours == pytest.approx(1000 * one.step_flops / 125e12 / 3600)
     two = estimate(replace(work, world=2), 125e12)
@@ -198,7 +210,7 @@ def test_library_tower_is_measured_unless_it_reads_values() -> None:
         image_size=16, config={"layers": 1, "width": 64, "head_width": 32, "patch_size": 8}
     )
     model = create(replace(ARCHITECTURES["ViT-Ti-4-16"], vision=vision), seed=0)
-    work = Workload(model=model, batch_size=8, steps=1)
+    work = Workload(model=model, config=Config(batch_size=8))
     known = estimate(work, 1e12)
     assert known.step_flops is not None and known.hours is not None and known.memory.activations is not None
     model.visual.register_forward_pre_hook(lambda module, inputs: inputs[0].sum().item())
@@ -208,11 +220,10 @@ def test_library_tower_is_measured_unless_it_reads_values() -> None:
 
 
 def test_flops_of_a_step_are_the_sum_over_its_captions(model: CLIP) -> None:
-    count = flops_of_steps(model, terms={}, step=0, text_rows=2)
+    work = Workload(model=model, config=Config(batch_size=2))
+    count = flops_of_steps(work)
     assert count is not None
-    single = {
-        length: measure_step(model, rows=2, terms={}, length=length).flops / 2 for length in (3, 30, 77)
-    }
+    single = {length: measure_step(work, 2, length=length).flops / 2 for length in (3, 30, 77)}
     loss = 3 * 2 * 3 * 2 * model.architecture.embed_dim
     assert count([3, 30, 77], 48, []) == sum(single.values()) + loss
 
@@ -223,12 +234,6 @@ def test_flops_of_a_step_are_the_sum_over_its_captions(model: CLIP) -> None:
     ids=lambda row: f"{row['model']} {row['recompute']} {row['accumulate']}",
 )
 def test_estimate_is_near_the_measured_memory(row: dict[str, Any]) -> None:
-    work = Workload(
-        model=meta(ARCHITECTURES[row["model"]]),
-        batch_size=row["rows"],
-        steps=1,
-        parts=row["accumulate"],
-        bf16=False,
-        recompute=row["recompute"],
-    )
-    assert memory_of(work).total == pytest.approx(row["clipkit_77"], rel=0.03)
+    config = Config(batch_size=row["rows"], accumulate=row["accumulate"], recompute=row["recompute"])
+    work = Workload(model=meta(ARCHITECTURES[row["model"]]), config=config, bf16=False)
+    assert memory(work).total == pytest.approx(row["clipkit_77"], rel=0.03)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from clipkit.config import ModelConfig
+from clipkit.config import Config, ModelConfig
 from clipkit.model.architectures import ARCHITECTURES, PixelTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.measure import _to_float32
@@ -44,7 +44,7 @@ def test_gathered_bytes_are_halved_and_equal_the_formula(
     name: str, parts: int, gathered: Mapping[str, tuple[int, int]]
 ) -> None:
     model = create(SHAPES[name], seed=0)
-    work = Workload(model=model, batch_size=12, steps=1, world=2, parts=parts, sharding="full")
+    work = Workload(model=model, config=Config(batch_size=12, accumulate=parts, sharding="full"), world=2)
     former, found = gathered[name]
     assert found / 2 == communication_of(work).weights
     in_blocks = [parameter for block in blocks(model) for parameter in linear_parameters(block)]
@@ -98,13 +98,13 @@ def test_estimated_activations_are_what_autograd_saves() -> None:
             assert group is not None
             for parameter in group.fsdp_params:  # these are freed, and gathered again
                 saved.pop(parameter._unsharded_param.untyped_storage()._cdata, None)
-    work = Workload(model=whole, batch_size=8 * rows, steps=1, world=8, sharding="full")
+    work = Workload(model=whole, config=Config(batch_size=8 * rows, sharding="full"), world=8)
     costs = measure_workload(work)
     expected = sum(saved.values())
     assert features[0].requires_grad
     assert memory_of(work, costs).activations == pytest.approx(expected, rel=0.05)
     # a replicated model keeps a copy of all matrices
-    replicated = memory_of(replace(work, sharding="none"), costs).activations
+    replicated = memory_of(replace(work, config=Config(batch_size=8 * rows)), costs).activations
     assert replicated is not None and replicated > 1.1 * expected
 
 
@@ -135,5 +135,5 @@ def test_terms_that_compute_blocks_again_say_so(
         return forward(block, *arguments, **options)
 
     monkeypatch.setattr(ResidualAttentionBlock, "forward", count_call)
-    measure_step(model, rows=2, terms={name: term})
+    measure_step(Workload(model=model, terms={name: term}), 2)
     assert (max(calls.values()) > 1) == term.encodes_again

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from clipkit.config import Config, ModelConfig, load_config
+from clipkit.config import Config, DistillConfig, ModelConfig, load_config
 from clipkit.model.architectures import ARCHITECTURES
 from clipkit.model.clip import CLIP
-from clipkit.training.build import shape_of
 from clipkit.training.costs import (
     GPU_MFU,
     GPUS,
@@ -34,11 +33,9 @@ def costs_of(
     mfu: float | None = None,
     *,
     teacher: CLIP | None = None,
-    unknown_teacher: bool = False,
 ) -> Costs:
-    shape = shape_of(config.model, config.loss, config.small)
-    works = workloads_of(config, shape, world=world, shard_ranks=min(world, 8), bf16=True, teacher=teacher)
-    return run_costs(works, machine, mfu=mfu, unknown_teacher=unknown_teacher)
+    works = workloads_of(config, world=world, shard_ranks=min(world, 8), bf16=True, teacher=teacher)
+    return run_costs(works, machine, mfu=mfu)
 
 
 def named(name: str, *settings: str) -> Config:
@@ -149,8 +146,8 @@ def test_teacher_costs_memory_and_time() -> None:
     assert taught.whole.memory.total - alone.whole.memory.total == taught.whole.memory.teacher
     assert alone.whole.hours is not None and taught.whole.hours is not None
     assert taught.whole.hours == pytest.approx(4 / 3 * alone.whole.hours, rel=0.02)  # one more forward pass
-    elsewhere = costs_of(config, 1, unknown_teacher=True)
-    assert elsewhere.unknown_teacher and elsewhere.fits is None
+    elsewhere = costs_of(replace(config, distill=DistillConfig(teacher="elsewhere")), 1)
+    assert elsewhere.whole.work.lacks_teacher and elsewhere.fits is None
     assert "a teacher that is not on this machine: not known" in text_of(elsewhere)
 
 
