@@ -22,6 +22,7 @@ from clipkit.config import (
     SmallConfig,
     require,
 )
+from clipkit.distributed import rank
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
@@ -170,7 +171,8 @@ def first_model(
 
     A run that resumes takes tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no longer
     exist, unless the run trains adapters of them. Models of clipkit's own towers are then on the meta device: their
-    weights are read by ``clipkit.training.checkpoint.load_training``. ``say``
+    weights are read by ``clipkit.training.checkpoint.load_training``. So are fresh ones of a sharded model on all
+    ranks but 0, which alone draws weights. ``say``
     gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
     those given have none or another one.
     """
@@ -231,7 +233,12 @@ def first_model(
         rgb = shape
         if model.image_weights and shape.vision.channels != 3:
             rgb = replace(shape, vision=shape.vision.replace_channels(3))
-        first = create(rgb, name=model.label, seed=seed)
+        draws = not rank() or config.sharding == "none" or not shape.is_native
+        if not draws and not model.new_head and not model.image_weights:
+            with torch.device("meta"):  # rank 0 sends its weights, see ``clipkit.training.parallel.shard``
+                first = CLIP(rgb, name=model.label)
+        else:
+            first = create(rgb, name=model.label, seed=seed)
         fresh = True
         if model.tokenizer:
             first.tokenizer = open_trained_tokenizer(model.tokenizer, shape.text.context_length)

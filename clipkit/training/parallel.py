@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.config import Config
-from clipkit.distributed import ranks_of_host, sum_over_ranks, world_size
+from clipkit.distributed import broadcast_buffers, rank, ranks_of_host, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import CrossAttentionBlock
@@ -78,7 +78,8 @@ def shard(
 
     Args:
         model: see ``without_values``; already locked, compiled and set to recompute.
-        weights: unsharded weights by name, the same on all ranks; None if they are read later.
+        weights: unsharded weights by name, of which rank 0's count; other ranks may pass None. None on all ranks if
+            they are read later.
         sharding: "full": over all ranks; "hybrid": over the ranks of each host, replicated on the hosts.
         device: the device of the shards.
         gather_bf16: whether linear layers are gathered in bfloat16. Under autocast, which would convert them, the
@@ -107,9 +108,15 @@ def shard(
     apply_fsdp(model, mesh, gather_bf16=gather_bf16, reshard=reshard)
     model.to_empty(device=device)
     model.reset_constants()
-    if weights is not None:
+    if sum_over_ranks(torch.tensor(int(weights is not None))):
         for name, tensor in model.state_dict().items():
-            put(tensor, weights[name])
+            if rank() == 0:
+                assert weights is not None
+                value = weights[name].to(device)
+            else:
+                value = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            broadcast_buffers([value])
+            put(tensor, value)
 
 
 def apply_fsdp(model: CLIP, mesh: "DeviceMesh", *, gather_bf16: bool = False, reshard: bool = True) -> None:

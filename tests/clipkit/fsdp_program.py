@@ -4,6 +4,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from clipkit import distributed
 from clipkit.batch import Batch
-from clipkit.config import LossConfig
+from clipkit.config import LossConfig, load_config
 from clipkit.model.architectures import Adapters, Architecture, Decoder, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import add_adapters
@@ -23,12 +24,13 @@ from clipkit.objectives import Targets, TermBatch
 from clipkit.objectives.caption import Caption
 from clipkit.objectives.clip import Clip
 from clipkit.objectives.distill import Teaching
-from clipkit.training.build import lock
+from clipkit.training.build import first_model, lock, select_shape
 from clipkit.training.parallel import (
     blocks,
     complete_gradients,
     linear_parameters,
     local_part,
+    prepare,
     put,
     recompute_blocks,
     scalars,
@@ -38,6 +40,7 @@ from clipkit.training.parallel import (
 from clipkit.training.step import LocalTerms, backward, batch_loss
 
 CPU = torch.device("cpu")
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 END = 99
 VISION = VisionTower(image_size=16, patch_size=8, width=32, layers=3, heads=2)
 SHAPE = Architecture(
@@ -86,6 +89,7 @@ def main() -> None:
             assert torch.equal(found[parameter], gradient), (name, parameter)
         print(name, former_bytes, found_bytes, sep=",")
     print("unused", 0, unused_gathers(), sep=",")
+    check_fresh_start()
     distributed.stop()
     sys.stdout.flush()
 
@@ -154,6 +158,21 @@ def compute(name: str, shape: Architecture, apply: Any) -> tuple[dict[str, Tenso
         if (gradient := parameter.grad) is not None:
             gradients[parameter_name] = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return gradients, gathers.bytes
+
+
+def check_fresh_start() -> None:
+    """Assert that only rank 0 draws weights, and that all ranks get the rows of an unsharded model."""
+    small = ("small.steps=2", "small.image_size=8", "model.name=ViT-Ti-4-16", "loss.name=siglip", "steps=9")
+    config = load_config(QUICKSTART, ["sharding=full", *small])
+    shape = select_shape(config)
+    first = first_model(config, shape)
+    assert first.logit_scale.is_meta == (distributed.rank() > 0)
+    sharded = prepare(first, config, CPU, sharding="full", bf16=False, terms={})
+    whole = first_model(replace(config, sharding="none"), shape).state_dict()
+    assert whole.keys() == sharded.state_dict().keys()
+    for name, tensor in sharded.state_dict().items():
+        rows = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(rows, whole[name]), name
 
 
 def no_teacher() -> Teaching:
