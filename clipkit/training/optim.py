@@ -249,8 +249,8 @@ class MuonWithAdamW(Uncompiled):
         def average(chunk: slice) -> None:
             self._average_gradients(parameters[chunk], skip, out=directions[chunk])
 
-        def orthogonalize_chunk(chunk: slice) -> None:
-            matrices[chunk] = orthogonalize(matrices[chunk])
+        def orthogonalize_chunk(chunk: slice) -> Tensor:
+            return orthogonalize(matrices[chunk])
 
         def update(chunk: slice) -> None:
             weights = [local_part(parameter) for parameter in parameters[chunk]]
@@ -268,8 +268,9 @@ class MuonWithAdamW(Uncompiled):
             run = map if pool is None else pool.map
             deque(run(average, _chunk_slices(slice(0, count), size)), maxlen=0)
             matrices = gather_stack(first, directions)  # (N, A, B)
-            deque(run(orthogonalize_chunk, _chunk_slices(part, size)), maxlen=0)
-            matrices = gather_rows(matrices[part], [part.stop - part.start for part in parts])
+            results = list(run(orthogonalize_chunk, _chunk_slices(part, size))) or [matrices[part]]
+            matrices = results[0] if len(results) == 1 else torch.cat(results)
+            matrices = gather_rows(matrices, [part.stop - part.start for part in parts])
             steps = shard_stack(first, matrices)  # (N, a, B)
             deque(run(update, _chunk_slices(slice(0, count), size)), maxlen=0)
 
@@ -280,12 +281,12 @@ class MuonWithAdamW(Uncompiled):
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
         averages = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
         gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        updated = torch._foreach_lerp(averages, gradients, 1 - self._momentum)
-        torch._foreach_copy_(list(out.unbind()), torch._foreach_lerp(gradients, updated, self._momentum))
+        if skip is not None:  # the average of equal values is the same
+            gradients = list(torch.where(skip, torch.stack(averages), torch.stack(gradients)).unbind())
+        torch._foreach_lerp_(averages, gradients, 1 - self._momentum)
+        torch._foreach_copy_(list(out.unbind()), torch._foreach_lerp(gradients, averages, self._momentum))
         if skip is not None:
-            updated = torch.where(skip, torch.stack(averages), torch.stack(updated)).unbind()
             out.masked_fill_(skip, 0)
-        torch._foreach_copy_(averages, updated)
 
 
 def _chunk_slices(part: slice, size: int) -> Iterator[slice]:
