@@ -58,10 +58,11 @@ def activations(model: CLIP, **settings: Any) -> int:
 def test_recomputed_blocks_keep_only_their_inputs() -> None:
     shape = ARCHITECTURES[SMALL]
     vision, _ = shape.get_plain_towers()
+    vision = replace(vision, image_size=96)  # 145 tokens, so the peak is in the image tower
     deep, deeper = (meta(replace(shape, vision=replace(vision, layers=layers))) for layers in (8, 9))
     assert activations(deep, recompute=1) < activations(deep)
     more = activations(deeper, recompute=1) - activations(deep, recompute=1)
-    assert more == 16 * 37 * 192 * 4
+    assert more == 16 * 145 * 192 * 4
     # in bfloat16 too: the stream between the blocks is float32, as under autocast on GPUs
     assert activations(deeper, recompute=1, bf16=True) - activations(deep, recompute=1, bf16=True) == more
 
@@ -87,7 +88,8 @@ def test_frozen_blocks_keep_no_activations() -> None:
             if not name.startswith("transformer.resblocks.") or f"resblocks.{depth}." in name:
                 parameter.requires_grad_(name in ("proj", "ln_post.weight"))
         sizes.append(activations(model))
-    assert all(a > b for a, b in pairwise(sizes))
+    assert all(before > after for before, after in pairwise(sizes[:4]))
+    assert sizes[4] == sizes[3]  # the peak is that of the texts now, which are encoded first
 
 
 def test_a_new_tower_or_term_needs_no_cost_method() -> None:
