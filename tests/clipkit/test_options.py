@@ -195,7 +195,8 @@ def test_fixed_and_omitted_options_are_not_offered() -> None:
 def test_commands_name_functions_and_fields_that_exist(commands: dict[str, Command]) -> None:
     for command in commands.values():
         module, _, function = command.run.partition(":")
-        source = Path(*module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+        path = Path(*module.split("."))
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
         assert f"def {function}(options: {command.options.__name__})" in source
         names = {field.name for field in fields(command.options)}
         assert command.without <= names and command.fixed.keys() <= names
