@@ -196,7 +196,9 @@ def test_commands_name_functions_and_fields_that_exist(commands: dict[str, Comma
     for command in commands.values():
         module, _, function = command.run.partition(":")
         path = Path(*module.split("."))
-        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+        source = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(
+            encoding="utf-8"
+        )
         assert f"def {function}(options: {command.options.__name__})" in source
         names = {field.name for field in fields(command.options)}
         assert command.without <= names and command.fixed.keys() <= names
