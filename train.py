@@ -307,6 +307,7 @@ def main(arguments: Arguments) -> int:
         stopped = False
         saved_at = time.monotonic()
         try:
+            distributed.allow_long_waits()
             # a stopped run has not scored its last step; weights from elsewhere are scored before step 1
             if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)

@@ -52,8 +52,8 @@ _RANK_LOST = (
     "checkpoint is kept, and the same command resumes"
 )
 _RANK_SILENT = (
-    "another process does not respond: it was stopped, or its machine failed; the last checkpoint is kept, and the "
-    "same command resumes"
+    "another process does not respond: it was stopped, its machine failed, or it waits for data; the last "
+    "checkpoint is kept, and the same command resumes"
 )
 _SILENT = re.compile("(gloo|nccl).*timed out", re.I | re.S)
 _LOST = re.compile(
@@ -393,9 +393,8 @@ def end_long_waits() -> None:
     """Wait for all ranks if long waits were allowed, as they are at first; then notice soon if a rank hangs."""
     global _is_long
     if world_size() > 1 and _is_long:
-        dist.all_reduce(
-            torch.zeros(())
-        )  # on the CPU, so that a rank with a GPU sends nothing more until then
+        # on the CPU, so that a rank with a GPU sends nothing more until then
+        dist.all_reduce(torch.zeros(()))
         _set_timeout(_STEP_TIMEOUT)
         _is_long = False
 

@@ -11,7 +11,7 @@ from tests.small_trainings import SETTINGS, write_pairs
 
 RANKS = 256
 # read two steps later, when they are known
-LATER = {"tolist in decisions.next_outcome": 1, "tolist in distributed.wait": 1}
+LATER = {"tolist in guards.next_outcome": 1, "tolist in distributed.wait": 1}
 # of data on the CPU: captions that were cut, and a decision that MuonWithAdamW reads only on a CPU
 ON_CPU = {"item in tokenizer.count_cut", "item in optim.step"}
 MESSAGE = {"allreduce in distributed.start_totals": 1}  # started before the forward pass

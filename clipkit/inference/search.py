@@ -440,18 +440,22 @@ class Embeddings:
 
     def vector_of(self, hit: Hit) -> Tensor:
         """Return the embedding, (O,) of unit norm, of the image or text that a hit of another folder is of."""
+        has_digests = False
         for part in self._parts:
             table = self._table(part)
             if not hit.digest or "digest" not in table.column_names:
-                raise DataError(
-                    f"{self.folder} or the folder of {printable(hit.path, 200)} does not record the content of "
-                    "images: write it with clipkit encode"
-                )
+                continue
+            has_digests = True
             equal = pyarrow.compute.equal(table["digest"].cast(pyarrow.string()), hit.digest)
             rows = pyarrow.compute.indices_nonzero(equal.fill_null(False)).to_numpy()
             if len(rows):
                 part.check()
                 return F.normalize(part.floats(rows[:1].astype(np.int64))[0], dim=0)
+        if not has_digests:
+            raise DataError(
+                f"{self.folder} or the folder of {printable(hit.path, 200)} does not record the content of "
+                "images: write it with clipkit encode"
+            )
         raise DataError(f"{self.folder} has no embedding of {printable(hit.path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:

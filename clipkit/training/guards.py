@@ -241,7 +241,8 @@ def replay(
         )
     lines = []
     for bf16 in dict.fromkeys((compute.bf16, False)):
-        finding = find_not_finite(model, partial(replace(compute, bf16=bf16).gradients, model, batch, step))
+        gradients = partial(replace(compute, bf16=bf16).gradients, model, batch, step)
+        finding = find_not_finite(model, gradients, has_captions=not compute.objective.all_texts)
         result = f"all is finite, the loss is {finding.loss:.4f}"
         if finding.where:
             result = f"{finding.where} is not finite"
@@ -253,8 +254,16 @@ def replay(
     return lines
 
 
-def find_not_finite(model: nn.Module, compute: Callable[[], Features]) -> Finding:
-    """Compute a step's loss and gradients again, and find the first value that is not finite."""
+def find_not_finite(
+    model: nn.Module, compute: Callable[[], Features], *, has_captions: bool = True
+) -> Finding:
+    """Compute a step's loss and gradients again, and find the first value that is not finite.
+
+    Args:
+        model: the model, with the weights before the step.
+        compute: computes the gradients of a batch of B images.
+        has_captions: whether the texts are (MB, D) features of captions, M for each image, not of classes.
+    """
     origins: list[str] = []
     if weight := first_not_finite(dict(model.named_parameters())):
         origins.append(f"the weight {weight}")
@@ -276,7 +285,9 @@ def find_not_finite(model: nn.Module, compute: Callable[[], Features]) -> Findin
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     if gradient := first_not_finite(gradients):
         origins.append(f"the gradient of {gradient}")
-    finite = features.images.isfinite().all(dim=1) & features.texts.isfinite().all(dim=1)  # (B,)
+    finite = features.images.isfinite().all(dim=1)  # (B,)
+    if has_captions:
+        finite &= features.texts.isfinite().all(dim=1).view(-1, len(finite)).all(dim=0)
     rows = (~finite).nonzero().flatten().tolist()
     return Finding(where=next(iter(origins), ""), rows=rows, loss=float(features.loss))
 

@@ -39,7 +39,7 @@ from clipkit.objectives.tiles import CaptionGathering
 from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
-from clipkit.training.parallel import local_gradients, split_evenly
+from clipkit.training.parallel import is_sharded, local_gradients, split_evenly
 
 Loss = Callable[..., Tensor]
 
@@ -152,6 +152,7 @@ def backward(
     images = inputs["images"]
     assert 1 <= parts <= len(images), (len(images), parts)
     bare: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    sharded = is_sharded(next(bare.parameters()))
     precision = torch.autocast(images.device.type, torch.bfloat16, enabled=autocast)
     grad_sums: list[Tensor] = []
     if terms is not None:
@@ -171,9 +172,12 @@ def backward(
             else:
                 then = partial(terms.sum_rows, i=i, parts=parts)
                 outputs = module(**piece, return_tokens=terms.read_tokens, then=then)
-        if isinstance(module, DistributedDataParallel) and (last := outputs[0].grad_fn) is not None:
-            # The text tower first in the backward pass too, so that the gradient of its large token embedding is
-            # exchanged while the image tower computes: among operations that are ready, the lowest number is last.
+        last = outputs[0].grad_fn
+        if last is not None and not sharded:
+            # The text tower first in the backward pass too: its activations are freed before the image tower needs
+            # more, and the gradient of its large token embedding is exchanged while the image tower computes. Among
+            # operations that are ready, the one with the lowest number is last. Sharded models prefetch weights in
+            # the opposite order of the forward pass.
             last._set_sequence_nr(0)  # type: ignore[attr-defined]
         return outputs
 

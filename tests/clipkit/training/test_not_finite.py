@@ -1,6 +1,7 @@
 """Tests of non-finite steps: the first non-finite tensor is reported, and the samples are listed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from clipkit.objectives.clip import clip_loss
 from clipkit.training.guards import Outcome, failed_step, find_not_finite, list_not_finite
 from clipkit.training.step import Features, backward
 
+TOKENS = torch.tensor([[1, 2, 49407], [3, 4, 49407], [5, 6, 49407], [7, 8, 49407]])
 NAMES = [("a.tar", "0001"), ("b.tar", 'an "odd" näme\n')]
 
 
@@ -35,6 +37,17 @@ def test_finite_step_finds_nothing(tiny: CLIP, inputs: dict[str, Tensor]) -> Non
     assert (finding.where, finding.rows) == ("", []) and finding.loss > 0
     assert all(torch.equal(before[name], tensor) for name, tensor in tiny.state_dict().items())
     assert not any(module._forward_hooks for module in tiny.modules())
+
+
+@pytest.mark.parametrize("captions", [1, 2, 3])
+def test_rows_have_several_captions_or_none(captions: int, tiny: CLIP) -> None:
+    features = compute(tiny, {"images": torch.zeros(4, 3, 32, 32, dtype=torch.uint8), "tokens": TOKENS})
+    texts = features.texts.repeat(captions, 1)
+    texts[4 * (captions - 1) + 2, 0] = torch.nan
+    finding = find_not_finite(tiny, lambda: replace(features, texts=texts))
+    assert finding.rows == [2]
+    finding = find_not_finite(tiny, lambda: replace(features, texts=texts), has_captions=False)
+    assert finding.rows == []
 
 
 @pytest.mark.parametrize("parts", [1, 3])
