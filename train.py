@@ -36,6 +36,7 @@ from clipkit import distributed, training
 from clipkit.batch import Batch
 from clipkit.config import Config, load_config, redact_settings, to_toml
 from clipkit.errors import ConfigError
+from clipkit.files.atomic import drop_lines_after
 from clipkit.model import CLIP
 from clipkit.model.architectures import Architecture
 from clipkit.objectives import select_terms
@@ -45,7 +46,6 @@ from clipkit.training.log import (
     Log,
     describe_model,
     describe_start,
-    drop_lines_after,
     list_truncated,
 )
 from clipkit.training.step import TrainingStep, check_rows
@@ -161,7 +161,6 @@ def resume(
         raise training_data.other_data(run, f"fingerprint {fresh.data}, it was {state.data}")
     if state.teacher not in ("", fresh.teacher):
         raise training_data.other_teacher(run, config.distill)
-    BadSamples.from_config(config).check(state)
     return replace(state, teacher=fresh.teacher)
 
 
@@ -170,14 +169,18 @@ def open_log(
     state: checkpoint.LoopState,
     data: RunData,
     model: CLIP,
-    unfreezing: build.Unfreezing,
+    *,
+    bad_samples: BadSamples,
+    layers: int,
     notes: Sequence[str],
     newest: Path | None,
-    *,
     bf16: bool,
     profile: int,
 ) -> Log:
-    """Open the log and print the settings, the model, the samples, where training starts, and notes."""
+    """Open the log and print the settings, the model, the samples, where training starts, and notes.
+
+    ``layers`` is the number of layers that are trained in the end, see ``Unfreezing``.
+    """
     device = model.logit_scale.device
     decoding = model.preprocess.decoding
     manifest = data.shards.manifest
@@ -191,7 +194,7 @@ def open_log(
         str(decoding),
         *notes,
         *describe_start(config, state.step, newest),
-        *config.notes(step=state.step, samples=data.order.samples, layers=unfreezing.layers, hosts=hosts),
+        *config.notes(step=state.step, samples=data.order.samples, layers=layers, hosts=hosts),
     ]
     if newest is None:
         opening += data.packed.notes
@@ -200,7 +203,15 @@ def open_log(
     if distributed.rank() == 0:
         opening += list_truncated(Path(config.out), manifest.truncated_shards())
         print(redact_settings(config), file=sys.stderr)
-    return Log(config, state, device=device, decoding=decoding, opening=opening, profile=profile)
+    return Log(
+        config,
+        state,
+        device=device,
+        decoding=decoding,
+        bad_samples=bad_samples,
+        opening=opening,
+        profile=profile,
+    )
 
 
 def open_scorer(
@@ -273,16 +284,17 @@ def main(arguments: Arguments) -> int:
         taught_by = compute.teacher or train_loader.teacher
         fingerprint = "" if taught_by is None else taught_by.fingerprint
         state = checkpoint.LoopState(step=0, data=data.shards.fingerprint(), teacher=fingerprint)
+        bad_samples = BadSamples.from_config(config)
         if newest is not None:
-            partly = unfreezing.wanted
+            partly = unfreezing.has_locked_layers
             state = resume(config, newest, state, model, optimizer, averaged, partly=partly)
+            bad_samples.check(state)
         unfreezing.lock_for_step(state.step)
         if arguments.replay:
             repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
             names = train_loader.names(repeated.ids)
             print(*guards.replay(model, compute, repeated, state.step, names), sep="\n")
             return 0
-        bad_samples = BadSamples.from_config(config)
         if rank0:  # lines that a killed run wrote after its last checkpoint will be written again
             bad_samples.drop_after(state.step)
             drop_lines_after(run / "results.jsonl", state.step)
@@ -290,7 +302,16 @@ def main(arguments: Arguments) -> int:
 
         # 7. The loop: first what observes it.
         log = open_log(
-            config, state, data, model, unfreezing, notes, newest, bf16=bf16, profile=arguments.profile
+            config,
+            state,
+            data,
+            model,
+            bad_samples=bad_samples,
+            layers=unfreezing.layers,
+            notes=notes,
+            newest=newest,
+            bf16=bf16,
+            profile=arguments.profile,
         )
         scorer = open_scorer(config, model, averaged, data, log, bf16=bf16)
         writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
@@ -311,7 +332,7 @@ def main(arguments: Arguments) -> int:
             # a stopped run has not scored its last step; weights from elsewhere are scored before step 1
             if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
                 scorer.score_if_owed(step)
-            stop.save_first(writer.saved_step)
+            stop.save_on_signal(writer.saved_step)
             log.leave_out()  # what happened before the first step
             while step < config.steps and not stopped:
                 # 7a. The next batch, prefetched, and a message about it to all ranks, which is read in 7d. A rank
@@ -387,7 +408,12 @@ def main(arguments: Arguments) -> int:
                         stop.finish_step(agreed=True)
                         decisions.wait_for_messages()
                         failure = guards.failed_step(
-                            run, state.step, outcome, batch.fault, train_loader.names, config.accumulate
+                            run,
+                            outcome,
+                            step=state.step,
+                            fault=batch.fault,
+                            names=train_loader.names,
+                            parts=config.accumulate,
                         )
                         if state.step or not ranks["faults"]:
                             distributed.allow_long_waits()
@@ -396,8 +422,8 @@ def main(arguments: Arguments) -> int:
                     state = state.next(
                         ranks, seconds=state.seconds, is_spike=outcome.is_spike, usual_norm=outcome.usual_norm
                     )
-                    log.update(state, loss=outcome.loss, grad_norm=outcome.norm)
-                    stopped = stopped or ranks["asked_to_stop"] > 0 or bad_samples.are_too_many(state)
+                    log.record_step(state, loss=outcome.loss, grad_norm=outcome.norm)
+                    stopped = stopped or ranks["asked_to_stop"] > 0 or bad_samples.exceeds_limit(state)
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
                 stop.finish_step(agreed=stopped)
@@ -405,7 +431,7 @@ def main(arguments: Arguments) -> int:
                 log.watch.begin("other")
                 log.count_batch(batch)
                 writer.finish_if_done()
-                stop.save_first(writer.saved_step)
+                stop.save_on_signal(writer.saved_step)
 
                 # 7e. Metrics.
                 if due_metrics:
@@ -438,7 +464,7 @@ def main(arguments: Arguments) -> int:
             distributed.allow_long_waits()
             stopped = stopped or bool(distributed.max_over_ranks(torch.tensor(stop.number)))
             if not stopped:
-                stop.exit_at_once("all steps are saved; the same command scores and reports")
+                stop.exit_on_signal("all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
         finally:
             batches.close()
@@ -448,7 +474,7 @@ def main(arguments: Arguments) -> int:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
             signal_number = int(distributed.max_over_ranks(torch.tensor(stop.number)))
             bad_samples.check(state)
-        log.sum_up(context_length=shape.text.context_length)
+        log.print_data_summary(context_length=shape.text.context_length)
         if stopped:
             log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif rank0:

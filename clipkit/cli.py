@@ -224,7 +224,7 @@ class _StoreOnce(argparse.Action):
 
 
 class _SwitchOnce(argparse.BooleanOptionalAction):
-    """Store whether ``--NAME`` or ``--no-NAME`` was given; both are an error."""
+    """Store whether ``--NAME`` or ``--no-NAME`` was given. Raises an error if both are given."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, flag: Any = None

@@ -96,8 +96,8 @@ class Failures:
         who = "error" if self._rank == 0 else f"error (rank {self._rank})"
         self._ask(lambda: self._store.compare_set(_NOTE, "", f"{who}: {message}"))
 
-    def reports(self, message: str) -> bool:
-        """Return whether this rank should report an error; rank 0 goes first if it has the same error."""
+    def claim_report(self, message: str) -> bool:
+        """Claim to report an error; return whether no other rank has. Rank 0 goes first with the same error."""
         key = f"clipkit/error/{message}"
         if self._rank:
             self._until(_RANK0_FIRST_SECONDS, lambda: bool(self._ask(lambda: self._store.check([key]))))
@@ -190,7 +190,7 @@ def _report(error: BaseException) -> None:
     tell_torchrun(f"error: {message}")
     if failures is not None:
         failures.leave(message)
-        reports = not users or failures.reports(message)
+        reports = not users or failures.claim_report(message)
         failures.wait_for_readers()
         if not reports:
             tell_torchrun(f"error: {message}", late=True)

@@ -164,7 +164,6 @@ def parse_number(value: Any) -> int | float | None:
 # --------------------------------------------------------------------------------------------------------------
 # Captions
 
-CHOICES = ("first", "random", "weighted", "all")
 NOT_UTF8 = "caption is not UTF-8"
 TEXT = "txt"  # the caption file or, without one, the json field "caption"
 CAPTIONS = "captions"  # the json field with all captions of an image that has several
@@ -211,7 +210,7 @@ class CaptionRule:
         """Whether the caption is random."""
         return self.choice in ("random", "weighted") or len(self.templates) > 1
 
-    def members(self, names: Collection[str]) -> list[str]:
+    def select_members(self, names: Collection[str]) -> list[str]:
         """Return those of a sample's members that may contain captions, or json fields with captions."""
         texts = []
         fields = []
@@ -225,8 +224,8 @@ class CaptionRule:
         return [*dict.fromkeys([*texts, *json_members(fields, names)])]
 
     def members_and_json(self, names: Collection[str]) -> list[str]:
-        """Return ``members``, and all members with json."""
-        return [*dict.fromkeys([*self.members(names), *filter(is_json, names)])]
+        """Return ``select_members``, and all members with json."""
+        return [*dict.fromkeys([*self.select_members(names), *filter(is_json, names)])]
 
     def parse(self, members: Mapping[str, bytes]) -> dict[str, Any]:
         """Return a sample's fields: those of its json, and text members under the names of the rule.

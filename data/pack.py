@@ -230,7 +230,7 @@ def pack(
     stored_fields: dict[str, str] = {}
     with DatasetWriter(out, samples_per_shard=options.samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
-        listing = writer.extra_file("bad_rows.jsonl")
+        listing = writer.extra_file_path("bad_rows.jsonl")
         names = FieldNames(())
         with listing.open("w", encoding="utf-8") as file:
             bad = _BadRows(file)
@@ -306,7 +306,7 @@ def pack(
         }
         if classes:
             lines = "".join(f"{name}\n" for name in report.classes)
-            writer.extra_file("classes.txt").write_text(lines, "utf-8", "replace")
+            writer.extra_file_path("classes.txt").write_text(lines, "utf-8", "replace")
         writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
     return report
 

@@ -103,7 +103,7 @@ class Selection:
     def members(self, names: Collection[str]) -> list[str]:
         """Return those of a sample's members that decide whether it is used."""
         filtered = json_members([filter_.name for filter_ in self.json_filters], names)
-        return [*dict.fromkeys([*self.captions.members(names), *filtered])]
+        return [*dict.fromkeys([*self.captions.select_members(names), *filtered])]
 
     @property
     def identity(self) -> str:
@@ -134,7 +134,7 @@ class Selection:
             content: returns the fields of a row that filters and captions need; may raise DataError.
         """
         images = (self.image,) if self.image else IMAGE_MEMBERS
-        captions = self.captions.members(index.names)
+        captions = self.captions.select_members(index.names)
         if TEXT in self.captions.fields:  # in samples without a caption file
             captions.append("json")
         members = {"image": images, "caption": captions}

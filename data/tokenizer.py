@@ -91,7 +91,7 @@ def run_tokenizer(options: TokenizerOptions) -> int:
             shard = SelectedShard(file, selection, cache)
             for i in range(len(shard)):
                 row = shard.row(i)
-                members = shard.read_present(row, rule.members(shard.index.members(row)))
+                members = shard.read_present(row, rule.select_members(shard.index.members(row)))
                 flat = [*chain.from_iterable(rule.captions_by_field(rule.parse(members)))]
                 yield flat[shard.caption_number(i)]
                 done += 1

@@ -10,7 +10,7 @@ from statistics import fmean
 
 from clipkit import CLIP, distributed
 from clipkit.errors import ConfigError, DataError
-from clipkit.export import interpolate, load_alike
+from clipkit.export import interpolate, load_interpolatable
 from clipkit.files import resolve_output
 from clipkit.formats import check_free, save_model
 from clipkit.samples import MissingSplit
@@ -46,17 +46,17 @@ def run_soup(options: SoupOptions) -> int:
                 print(line)
 
         scores: dict[str, float] = {}
-        models = load_alike(sources, name=options.name, device=device)
+        models = load_interpolatable(sources, name=options.name, device=device)
         for source, model in zip(sources, models, strict=True):
             scores[source] = score(model)
             print_line(f"{scores[source]:.4f}  {source}")
         del model
         first, *others = sorted(sources, key=scores.__getitem__, reverse=True)
-        (soup,) = load_alike([first], name=options.name, device=device)
+        (soup,) = load_interpolatable([first], name=options.name, device=device)
         selected = [first]
         best = scores[first]
         for source in others:
-            (model,) = load_alike([source], name=options.name, device=device)
+            (model,) = load_interpolatable([source], name=options.name, device=device)
             interpolate(soup, model, 1 / (len(selected) + 1), into=model)
             mean_score = score(model)
             is_better = mean_score >= best

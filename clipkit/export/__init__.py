@@ -11,8 +11,8 @@ One folder can contain several exports, but not timm and transformers or sentenc
 onnx-int8, because their files have the same names. ``EXPORTS`` registers the targets.
 """
 
-from clipkit.export.interpolation import interpolate, load_alike
+from clipkit.export.interpolation import interpolate, load_interpolatable
 from clipkit.export.targets import EXPORTS, ExportTarget
 from clipkit.export.write import export
 
-__all__ = ["EXPORTS", "ExportTarget", "export", "interpolate", "load_alike"]
+__all__ = ["EXPORTS", "ExportTarget", "export", "interpolate", "load_interpolatable"]

@@ -94,8 +94,8 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
             raise ConfigError(f"{name} has adapters: store and load it, which merges them")
 
 
-def load_alike(sources: Sequence[str], *, name: str = "", device: str = "cpu") -> Iterator[CLIP]:
-    """Load models one by one that can be interpolated with the first."""
+def load_interpolatable(sources: Sequence[str], *, name: str = "", device: str = "cpu") -> Iterator[CLIP]:
+    """Load models one by one; refuse those that cannot be interpolated with the first, and duplicates."""
     first: CLIP | None = None
     sources_by_hash: dict[str, str] = {}
     for source in sources:
@@ -123,7 +123,7 @@ def run_interpolate(options: InterpolateOptions) -> int:
         folders = [out / f"alpha_{float(abs(alpha))!r}".removesuffix(".0") for alpha in alphas]
     for folder in folders:
         check_free(folder)
-    models = load_alike(sources, name=options.name)
+    models = load_interpolatable(sources, name=options.name)
     first = next(models)
     origins, ground = [first.origin], first.preprocess
     print(first.origin)

@@ -1,17 +1,19 @@
-"""Paths that users give, atomic file writes, and locks between processes."""
+"""Paths that users give, atomic file writes, files of JSON lines, and locks between processes."""
 
 import errno
 import fcntl
+import json
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 
 
 def name_order(name: str) -> tuple[int, str]:
@@ -63,6 +65,28 @@ def write_atomic(path: Path, content: str | bytes, *, durable: bool = False) -> 
     """Write a file as ``replacing`` does; unpaired surrogates in text become question marks."""
     with replacing(path, durable=durable) as temporary:
         temporary.write_bytes(content.encode("utf-8", "replace") if isinstance(content, str) else content)
+
+
+def write_lines(path: Path, records: Iterable[Mapping[str, Any]], *, append: bool = False) -> None:
+    """Write records as lines of JSON, or append them."""
+    try:
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def drop_lines_after(path: Path, step: int) -> None:
+    """Remove lines of steps after ``step``, and lines cut short by a kill, from a JSONL file."""
+    if not path.is_file():
+        return
+    lines = []
+    # split at "\n" only: text in a line may contain other separators, at which splitlines would cut
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        with suppress(ValueError, AttributeError, TypeError):
+            if (json.loads(line).get("step") or 0) <= step:
+                lines.append(line + "\n")
+    write_atomic(path, "".join(lines))
 
 
 def temporary_path(path: Path) -> Path:

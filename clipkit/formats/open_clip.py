@@ -66,7 +66,7 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
     Assumes GELU and a head width of 64, as in all of OpenAI's models.
     """
 
-    def count(prefix: str) -> int:
+    def count_layers(prefix: str) -> int:
         return len({name[len(prefix) :].split(".")[0] for name in tensors if name.startswith(prefix)})
 
     def side(positions: str) -> int:
@@ -76,7 +76,7 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
         text_width = len(tensors["ln_final.weight"])
         text = TextTower(
             width=text_width,
-            layers=count("transformer.resblocks."),
+            layers=count_layers("transformer.resblocks."),
             heads=max(1, text_width // 64),
             context_length=len(tensors["positional_embedding"]),
             vocab_size=len(tensors["token_embedding.weight"]),
@@ -86,7 +86,7 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
         if "visual.layer1.0.conv1.weight" in tensors:
             resnet = {
                 "image_size": 32 * side("visual.attnpool.positional_embedding"),
-                "layers": [count(f"visual.layer{stage}.") for stage in (1, 2, 3, 4)],
+                "layers": [count_layers(f"visual.layer{stage}.") for stage in (1, 2, 3, 4)],
                 "width": len(tensors["visual.layer1.0.conv1.weight"]),
                 "patch_size": None,
             }
@@ -98,7 +98,7 @@ def infer_architecture(tensors: Mapping[str, Tensor]) -> Architecture:
             image_size=patch * side("visual.positional_embedding"),
             patch_size=patch,
             width=len(tensors["visual.ln_pre.weight"]),
-            layers=count("visual.transformer.resblocks."),
+            layers=count_layers("visual.transformer.resblocks."),
             heads=max(1, width // 64),
             mlp_ratio=compute_mlp_ratio(
                 len(tensors["visual.transformer.resblocks.0.mlp.c_fc.weight"]), width

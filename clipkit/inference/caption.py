@@ -86,7 +86,7 @@ def run_caption(options: CaptionOptions) -> int:
     out = options.out
     if out is not None and (out.suffix.lower() not in (".csv", ".jsonl") or out.is_dir()):
         raise ConfigError(f"--out {out} must be a file name ending in .csv or .jsonl")
-    if out is not None and out.exists() and not _partial(out).exists():
+    if out is not None and out.exists() and not _partial_path(out).exists():
         raise ConfigError(f"--out {out} is complete already: name another file, or remove it first")
     features = FeatureStream.from_options(options)
     stream.recorded = recorded_members(features.model.origin)
@@ -130,7 +130,7 @@ def _print_failure(record: dict[str, str]) -> bool:
 
 
 def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[str, Any]) -> tuple[int, int]:
-    partial = _partial(out)
+    partial = _partial_path(out)
     with lock_output(out, "clipkit caption"):
         settings = json.dumps(
             {
@@ -166,7 +166,7 @@ def _write(out: Path, stream: Stream, features: FeatureStream, generation: dict[
         return done, failed
 
 
-def _partial(out: Path) -> Path:
+def _partial_path(out: Path) -> Path:
     return out.with_name(f".{out.name}.partial")
 
 

@@ -86,7 +86,7 @@ class MaskedPatchHead(nn.Module):
         self.mask_embedding = nn.Parameter(torch.empty(width))
         self.head = nn.Linear(width, outputs)
 
-    def nll(
+    def sum_losses(
         self,
         visual: VisionTransformer,
         images: Tensor,

@@ -68,7 +68,7 @@ class Masked(Term):
         return {"masked": self.target}
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:
-        """Return the arguments of ``MaskedPatchHead.nll`` and the number of predicted patches."""
+        """Return the arguments of ``MaskedPatchHead.sum_losses`` and the number of predicted patches."""
         batch = draw.batch
         inputs: dict[str, Any] = corrupt_patches(
             batch.images,
@@ -88,4 +88,4 @@ class Masked(Term):
 
     def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:
         assert model.masked_head is not None and isinstance(model.visual, VisionTransformer)
-        return model.masked_head.nll(model.visual, images, colors=model.colors, **inputs)
+        return model.masked_head.sum_losses(model.visual, images, colors=model.colors, **inputs)

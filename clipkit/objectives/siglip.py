@@ -105,12 +105,12 @@ class _Sigmoid(torch.autograd.Function):
         feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for tile, logits in tiles(images, all_texts, scale, batch.precision):
             wrong = logits.add_(bias)  # (R, N) −z · logits
-            pairs.negate(wrong, tile)
+            pairs.negate_positives_(wrong, tile)
             pairs.fill_ignored(wrong, tile, _NONE)
             row_losses[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
             if differentiated:
                 slopes = wrong.sigmoid_()
-                pairs.negate(slopes, tile)
+                pairs.negate_positives_(slopes, tile)
                 grad_bias += slopes.sum()
                 feature_gradients.add(slopes, tile)
         if differentiated:

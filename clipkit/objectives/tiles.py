@@ -328,8 +328,8 @@ class PositivePairs:
             self._diagonal(alike, tile).fill_(False)
             logits.masked_fill_(alike, filling)
 
-    def negate(self, values: Tensor, tile: slice) -> None:
-        """Change the sign of positive pairs."""
+    def negate_positives_(self, values: Tensor, tile: slice) -> None:
+        """Change the sign of positive pairs in place."""
         if self._same == "positives":
             values.addcmul_(values, self.mask(tile).to(values.dtype), value=-2)
         else:

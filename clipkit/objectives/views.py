@@ -100,7 +100,7 @@ class Views(Term):
         return inputs, len(images)
 
     def total(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], **inputs: Any) -> Tensor:
-        """Sum over images the mean over views of ``divergence``: a scalar, at least float32.
+        """Sum over images the mean over views of ``sum_view_divergence``: a scalar, at least float32.
 
         Args:
             model: the model, with an image tower that encodes other sizes.
@@ -115,7 +115,9 @@ class Views(Term):
         mean, std = model.colors
         features = model.encode_image(crops.div_(255).sub_(mean.to(crops.dtype)).div_(std.to(crops.dtype)))
         features = features.unflatten(0, boxes.shape[:2])
-        return divergence(features, inputs["teacher_images"], inputs["texts"][0], inputs["scales"][0])
+        return sum_view_divergence(
+            features, inputs["teacher_images"], inputs["texts"][0], inputs["scales"][0]
+        )
 
 
 def select_view_side(settings: Views, shape: Architecture, *, image_size: int) -> int:
@@ -158,7 +160,7 @@ def cut_views(images: Tensor, boxes: Tensor, *, side: int) -> Tensor:
     return crops
 
 
-def divergence(features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
+def sum_view_divergence(features: Tensor, whole: Tensor, texts: Tensor, scale: Tensor) -> Tensor:
     """Sum over images the mean over views of KL(softmax(scale · texts · whole) ‖ softmax(scale · texts · view)).
 
     Gradients are computed in the forward pass, a tile of images at a time.
@@ -174,7 +176,7 @@ def divergence(features: Tensor, images: Tensor, texts: Tensor, scale: Tensor) -
     """
     with torch.autocast(features.device.type, enabled=False):
         features = at_least_float32(features)
-        taught = [tensor.detach().to(features.dtype) for tensor in (images, texts, scale)]
+        taught = [tensor.detach().to(features.dtype) for tensor in (whole, texts, scale)]
         total: Tensor = _Divergence.apply(features, *taught)
         return total
 

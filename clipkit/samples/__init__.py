@@ -10,7 +10,7 @@ from clipkit.samples.decode import (
     open_image,
     pillow_errors,
     plain_jpeg_size,
-    read_values,
+    read_beyond_pillow,
     readable_formats,
 )
 from clipkit.samples.depth import (
@@ -129,8 +129,8 @@ __all__ = [
     "is_indexed", "is_json", "is_table", "is_transparent", "join_place", "jpeg_orientation", "jpeg_size",
     "json_value", "list_files", "list_tar_content", "list_tar_files", "listed_path", "merge_rows",
     "open_image", "open_samples", "pack_arrays", "parse_captions", "parse_fields", "parse_pixel_range",
-    "pillow_errors", "plain_jpeg_size", "plain_name", "read_arrays", "read_class_names", "read_file",
-    "read_orientation", "read_split", "read_values", "readable_formats", "refuse_deep_alpha", "safe_cell",
+    "pillow_errors", "plain_jpeg_size", "plain_name", "read_arrays", "read_beyond_pillow", "read_class_names",
+    "read_file", "read_orientation", "read_split", "readable_formats", "refuse_deep_alpha", "safe_cell",
     "stored_index", "suggest_pixel_range", "to_16_bit", "unpack_arrays", "upright_array", "upright_image",
     "usable_texts", "value_at", "value_extrema", "write_arrays",
 ]  # fmt: skip

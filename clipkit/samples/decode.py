@@ -156,7 +156,7 @@ def load_image(
     """
 
     with pillow_errors():
-        bands = read_values(content, rule)
+        bands = read_beyond_pillow(content, rule)
         if bands is not None:
             pixels, clamped = bands.to_8_bits(rule.pixel_range, channels=rule.channels)
             traits = Traits(clamped=clamped, frames=bands.several)
@@ -188,7 +188,7 @@ def _from_array(pixels: npt.NDArray[np.uint8]) -> "Image":
     return Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels)
 
 
-def read_values(content: "bytes | Image | Bands", rule: Decoding) -> Bands | None:
+def read_beyond_pillow(content: "bytes | Image | Bands", rule: Decoding) -> Bands | None:
     """Return the values of an image that Pillow does not read, or only with fewer bits or channels; else None."""
     if not isinstance(content, bytes):
         return content if isinstance(content, Bands) else None

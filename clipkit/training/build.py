@@ -170,11 +170,11 @@ def first_model(
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no longer
-    exist, unless the run trains adapters of them. Models of clipkit's own towers are then on the meta device: their
-    weights are read by ``clipkit.training.checkpoint.load_training``. So are fresh ones of a sharded model on all
-    ranks but 0, which alone draws weights. ``say``
-    gets a line if ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because
-    those given have none or another one.
+    exist, unless the run trains adapters of them. Models of clipkit's own towers are then on the meta device:
+    their weights are read by ``clipkit.training.checkpoint.load_training``. With sharding, only rank 0 draws
+    initial weights; other ranks build the model on the meta device. ``say`` gets a line if ``model.weights`` is
+    not read, and if the decoder of captions starts with fresh weights, because those given have none or another
+    one.
     """
     model, small, lora, seed = config.model, config.small, config.lora, config.seed
     extend = config.pixels.extend
@@ -570,7 +570,7 @@ class Unfreezing:
         after: number of steps before a term begins, by its name.
 
     Attributes:
-        wanted: whether any parameter is trained only later.
+        has_locked_layers: whether any parameter is trained only later.
         layers: number of layers that are trained in the end, of the tower with the most; 1 if ``every`` is 0.
 
     Raises:
@@ -590,7 +590,7 @@ class Unfreezing:
                 head = next((steps for prefix, steps in heads.items() if name.startswith(prefix)), 0)
                 self._first.append((parameter, max(above * every, head)))
                 self.layers = max(self.layers, 1 + above)
-        self.wanted = any(first for _, first in self._first)
+        self.has_locked_layers = any(first for _, first in self._first)
 
     def lock_for_step(self, step: int) -> bool:
         """Set what is trained in update ``step`` = 0, 1, …; return whether that has changed.

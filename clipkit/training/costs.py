@@ -644,7 +644,7 @@ def estimate(work: Workload, speed: float | None = None) -> Estimate:
 PUBLISHED_MFU = (0.10, 0.19)  # the lowest and highest of these runs
 GPU_MFU = PUBLISHED_MFU[0]  # default
 CPU_MFU = 0.4  # of the measured rate
-COUNTED_ON = 0.9  # fraction of a GPU's memory that is usable: CUDA, NCCL and the allocator's gaps take some
+USABLE_MEMORY = 0.9  # fraction of a GPU's memory: CUDA, NCCL and the allocator's gaps take some
 _GPUS_PER_HOST = 8
 _OPEN_CLIP = "open_clip:"
 
@@ -654,23 +654,23 @@ class Costs:
     """The estimated costs of a run.
 
     Attributes:
-        whole: estimate of the last steps, those at full size with all terms; ``hours`` are of all steps.
+        estimate: that of the last steps, those at full size with all terms; ``hours`` are of all steps.
         machine: machine of each process.
         mfu: fraction of its peak that is reached.
         assumed: whether ``mfu`` is the default.
-        instead: settings with which the run would fit into memory, each a group for a command line.
+        alternatives: settings with which the run would fit into memory, each a group for a command line.
     """
 
-    whole: Estimate
+    estimate: Estimate
     machine: Machine
     mfu: float
     assumed: bool
-    instead: tuple[str, ...] = ()
+    alternatives: tuple[str, ...] = ()
 
     @property
     def knows_memory(self) -> bool:
-        """Whether the memory is not only a part of what is needed."""
-        return self.whole.memory.activations is not None and not self.whole.work.lacks_teacher
+        """Whether all parts of the memory are known."""
+        return self.estimate.memory.activations is not None and not self.estimate.work.lacks_teacher
 
     @property
     def fits(self) -> bool | None:
@@ -678,7 +678,7 @@ class Costs:
         memory = self.machine.memory
         if memory is None or not self.machine.gpu:
             return None
-        if self.whole.memory.total > COUNTED_ON * memory:
+        if self.estimate.memory.total > USABLE_MEMORY * memory:
             return False
         return True if self.knows_memory else None
 
@@ -733,15 +733,15 @@ def run_costs(works: Sequence[Workload], machine: Machine, *, mfu: float | None 
     fraction = mfu or (GPU_MFU if machine.gpu else CPU_MFU)
     speed = None if machine.peak is None else fraction * machine.peak
     estimates = [estimate(work, speed) for work in works]
-    whole = estimates[-1]
-    if whole.hours is not None:
-        whole = replace(whole, hours=sum(part.hours or 0.0 for part in estimates))
-    costs = Costs(whole=whole, machine=machine, mfu=fraction, assumed=mfu is None)
-    return replace(costs, instead=tuple(_fitting_settings(costs))) if costs.fits is False else costs
+    last = estimates[-1]
+    if last.hours is not None:
+        last = replace(last, hours=sum(part.hours or 0.0 for part in estimates))
+    costs = Costs(estimate=last, machine=machine, mfu=fraction, assumed=mfu is None)
+    return replace(costs, alternatives=tuple(_fitting_settings(costs))) if costs.fits is False else costs
 
 
 def _fitting_settings(costs: Costs) -> Iterator[str]:
-    work = costs.whole.work
+    work = costs.estimate.work
     config = work.config
     # ways to less memory, the cheapest first; each is tried with more and more parts
     ways: list[dict[str, Any]] = [{}]
@@ -749,7 +749,7 @@ def _fitting_settings(costs: Costs) -> Iterator[str]:
         ways.append({"recompute": 1})
     if config.sharding == "none" and work.world > 1:
         ways.append({"sharding": "full", **ways[-1]})
-    measured = {config.recompute: costs.whole.costs}
+    measured = {config.recompute: costs.estimate.costs}
     for settings in ways:
         changed = replace(work, config=replace(config, **settings))
         every = changed.config.recompute
@@ -761,7 +761,7 @@ def _fitting_settings(costs: Costs) -> Iterator[str]:
                 settings = {**settings, "accumulate": parts}
             changed = replace(work, config=replace(config, **settings))
             memory = memory_of(changed, measured[every])
-            if replace(costs, whole=replace(costs.whole, memory=memory)).fits is not False:
+            if replace(costs, estimate=replace(costs.estimate, memory=memory)).fits is not False:
                 yield " ".join(f"{name}={value}" for name, value in settings.items())
                 break
             parts *= 2
@@ -814,7 +814,7 @@ _NAME = 16
 def cost_table(costs: Costs, *, expected: str = "") -> list[str]:
     """Return parameters, FLOPs, memory, whether it fits, time and the score to expect, in at most 80 columns."""
     rows = [
-        *_model_rows(costs.whole),
+        *_model_rows(costs.estimate),
         *_memory_rows(costs),
         *_time_rows(costs),
         *_wrapped("expected", expected),
@@ -846,7 +846,7 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
 
 
 def _memory_rows(costs: Costs) -> Iterator[Row]:
-    memory = costs.whole.memory
+    memory = costs.estimate.memory
     machine = costs.machine
     yield "memory per GPU" if machine.gpu else "memory", f"{_gib(memory.weights)} weights"
     rows = [
@@ -864,7 +864,7 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
             yield "", f"        {name} of another library's tower: not known"
         elif size:
             yield "", f"{_gib(size)} {name}"
-    if costs.whole.work.lacks_teacher:
+    if costs.estimate.work.lacks_teacher:
         yield "", "        a teacher that is not on this machine: not known"
     bound = "in all" if costs.knows_memory else "at least"
     yield "", f"{_gib(memory.total)} {bound}, besides that of {'CUDA' if machine.gpu else 'Python'} itself"
@@ -872,15 +872,16 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
         return
     gib = machine.memory / 2**30
     answer = "yes" if costs.fits else "no"
-    yield "fits", f"{answer}: {_short(machine.gpu)} has {gib:.0f} GB, {COUNTED_ON * gib:.0f} of them usable"
-    if not costs.fits and not costs.instead:
+    usable = USABLE_MEMORY * gib
+    yield "fits", f"{answer}: {_short(machine.gpu)} has {gib:.0f} GB, {usable:.0f} of them usable"
+    if not costs.fits and not costs.alternatives:
         yield "", "try more GPUs (--gpus), a smaller model or a smaller batch_size"
-    for i, settings in enumerate(costs.instead):
+    for i, settings in enumerate(costs.alternatives):
         yield "", f"{'or' if i else 'it fits'} with {settings}"
 
 
 def _time_rows(costs: Costs) -> Iterator[Row]:
-    estimate = costs.whole
+    estimate = costs.estimate
     machine = costs.machine
     world = estimate.work.world
     steps = estimate.work.config.steps

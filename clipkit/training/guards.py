@@ -1,10 +1,10 @@
 """Protect a run from values that are not finite, from gradient spikes, and from faulty memory and processors.
 
-An update is not made if the loss or the gradient is not finite, after which no later step changes anything, or if
-the gradient is a spike: a single update with a gradient far above the usual norm can undo much training. The usual
-norm is a moving average, to which a spike contributes the largest norm that is not a spike: one spike changes
-little, and norms that rise permanently, as when layers are unfrozen, soon become usual. It is part of
-``LoopState``, so a resumed run makes the same decisions.
+Once the loss or the gradient is not finite, no further update is made. An update is also not made if the gradient
+is a spike: a single update with a gradient far above the usual norm can undo much training. The usual norm is a
+moving average, to which a spike contributes the largest norm that is not a spike: one spike changes little, and
+norms that rise permanently, as when layers are unfrozen, soon become usual. It is part of ``LoopState``, so a
+resumed run makes the same decisions.
 
 All ranks decide alike without a message: the loss and the norm of the gradient are those of the global batch. A GPU
 decides in its queue, and the host, which is some steps ahead, reads decisions when they have been made. What a rank
@@ -13,10 +13,9 @@ knows before the forward pass (bad samples, requests to stop, the clock) is summ
 RUN/not_finite.jsonl      samples of a batch whose loss or gradient is not finite; of rank 3: not_finite-3.jsonl
 """
 
-import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from clipkit.batch import Batch
 from clipkit.distributed import Gathering, copy_to_host, gather_objects, rank, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError
+from clipkit.files.atomic import write_lines
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import widest_dtype
 from clipkit.training.metrics import name_ranks
@@ -44,7 +44,7 @@ _ADVICE = "for a new run try a lower optim.lr, a longer optim.warmup, optim.skip
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What a step came to, the same on all ranks but for ``ids``."""
+    """Result of a step; equal on all ranks except ``ids``."""
 
     totals: Mapping[str, int]  # sums over ranks of what ``Decisions.add`` was given
     loss: float
@@ -56,7 +56,7 @@ class Outcome:
 
 
 class Decisions:
-    """Decides about updates on the device, and returns what the steps came to when that is known.
+    """Decides about updates on the device, and returns the results of steps when they are known.
 
     Attributes:
         updates: floating-point scalar, the number of updates made.
@@ -134,8 +134,9 @@ class Decisions:
 
 def failed_step(
     run: Path,
-    step: int,
     outcome: Outcome,
+    *,
+    step: int,
     fault: str,
     names: Callable[[Tensor], Sequence[tuple[str, str]]],
     parts: int,
@@ -168,15 +169,6 @@ def list_not_finite(run: Path, names: Sequence[tuple[str, str]], *, step: int, r
     if rank:
         path = run / f"not_finite-{rank}.jsonl"
     write_lines(path, [{"step": step + 1, "shard": shard, "key": key} for shard, key in names])
-
-
-def write_lines(path: Path, records: Iterable[Mapping[str, Any]], *, append: bool = False) -> None:
-    """Write records as lines of JSON, or append them."""
-    try:
-        with path.open("a" if append else "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(record) + "\n" for record in records)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:

@@ -21,7 +21,7 @@ from clipkit.batch import BadSample, Batch
 from clipkit.config import Config, to_toml
 from clipkit.distributed import rank, world_size
 from clipkit.errors import ConfigError, DataError, silence_if_broken
-from clipkit.files.atomic import write_atomic
+from clipkit.files.atomic import drop_lines_after, write_lines
 from clipkit.files.terminal import counted, printable, redact_secrets
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
@@ -29,7 +29,6 @@ from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import is_due, learning_rate
 from clipkit.training.checkpoint import LoopState, planned_steps
 from clipkit.training.costs import Workload, flops_of_steps, measured_peak
-from clipkit.training.guards import write_lines
 from clipkit.training.metrics import Profile, RankClock, StepMetrics, Stopwatch
 from clipkit.training.step import TrainingStep
 
@@ -46,14 +45,15 @@ class Log:
     """Decides what a training prints, writes and leaves out. Rank 0 prints; each rank lists its own bad samples.
 
     The loop states the facts of a step when it knows them. ``add_bad_samples`` and ``count_batch`` take what this
-    rank knows as soon as the step is launched. ``update`` takes what all ranks have agreed on, which may arrive
-    some steps later, and ``write`` the metrics of the step that was updated last.
+    rank knows as soon as the step is launched. ``record_step`` takes what all ranks have agreed on, which may
+    arrive some steps later, and ``write`` the metrics of the step that was recorded last.
 
     Args:
         config: configuration of the run.
         state: the state before the first step; metrics of later steps, left by a killed run, are removed.
         device: the training device.
         decoding: how training decodes images.
+        bad_samples: those of this run.
         opening: lines to print first; empty ones are left out.
         profile: number of steps that rank 0 profiles.
 
@@ -68,6 +68,7 @@ class Log:
         *,
         device: torch.device,
         decoding: Decoding,
+        bad_samples: "BadSamples",
         opening: Iterable[str] = (),
         profile: int = 0,
     ) -> None:
@@ -80,7 +81,7 @@ class Log:
             self.print_line(line)
         self._began = time.monotonic() - state.seconds
         self._state = state
-        self._results: dict[str, float] = {}  # of the step that was updated last
+        self._results: dict[str, float] = {}  # of the step that was recorded last
         self._file: TextIO | None = None
         self._writers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._closers: list[Callable[[], object]] = []
@@ -93,7 +94,7 @@ class Log:
                     self._add_tensorboard(state.step)
             if config.log.wandb:
                 self._add_wandb(config.log.wandb)
-        self._bad_samples = BadSamples.from_config(config)
+        self._bad_samples = bad_samples
         self._bad_causes: Counter[str] = Counter()
         self._bad_printed = 0
         self._bad_reported = state.bad_samples
@@ -164,8 +165,8 @@ class Log:
             make_seconds=batch.make_seconds,
         )
 
-    def update(self, state: LoopState, *, loss: float, grad_norm: float) -> None:
-        """Show that a step is made, after which the state is ``state``."""
+    def record_step(self, state: LoopState, *, loss: float, grad_norm: float) -> None:
+        """Set the state and results of a completed step, and update the progress bar."""
         self._state = state
         self._results = {"loss": loss, "grad_norm": grad_norm}
         self.note_traits("drawn so far, repeats counted", state.trait_counts(self._drawn))
@@ -185,10 +186,10 @@ class Log:
         return step == 1 or is_due(step, self._config.log.every_steps)
 
     def write(self, figures: Mapping[str, float]) -> None:
-        """Print and record the metrics of the step that was updated last, with the rates since the last call."""
+        """Print and write the metrics of the step that was recorded last, with the rates since the last call."""
         step = self._state.step
         metrics = {"samples": self._drawn, **self._results, **figures, **self._state.figures()}
-        metrics |= self._rates.read()
+        metrics |= self._rates.collect()
         record: dict[str, object] = {}
         slow = ""
         ranks = self._rank_clock.exchange(self._rates.phases)
@@ -233,8 +234,8 @@ class Log:
         for close in self._closers:
             close()
 
-    def sum_up(self, *, context_length: int) -> None:
-        """Print what was lost of the data of the whole run."""
+    def print_data_summary(self, *, context_length: int) -> None:
+        """Print bad samples, image traits and truncated captions of the run."""
         state = self._state
         if state.bad_samples:
             self.print_line(self._bad_samples.describe(state))
@@ -298,19 +299,6 @@ class Log:
         self._closers.append(job.finish)
 
 
-def drop_lines_after(path: Path, step: int) -> None:
-    """Remove lines of steps after ``step``, and lines cut short by a kill, from a JSONL file."""
-    if not path.is_file():
-        return
-    lines = []
-    # split at "\n" only: text in a line may contain other separators, at which splitlines would cut
-    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
-        with suppress(ValueError, AttributeError, TypeError):
-            if (json.loads(line).get("step") or 0) <= step:
-                lines.append(line + "\n")
-    write_atomic(path, "".join(lines))
-
-
 @dataclass(frozen=True, kw_only=True)
 class BadSamples:
     """Samples that were replaced: RUN/bad_samples.jsonl, of rank 3 RUN/bad_samples-3.jsonl; and their limit.
@@ -349,13 +337,13 @@ class BadSamples:
         """Return the number of draws of a run, bad ones included."""
         return state.bad_samples + state.step * self.batch_size
 
-    def are_too_many(self, state: LoopState) -> bool:
+    def exceeds_limit(self, state: LoopState) -> bool:
         """Return whether more than the limit of the samples drawn is bad."""
         return state.bad_samples > self.limit * max(self.count_drawn(state), _FIRST_SAMPLES)
 
     def check(self, state: LoopState) -> None:
         """Raise DataError for a saved run that has too many bad samples."""
-        if self.are_too_many(state):
+        if self.exceeds_limit(state):
             raise DataError(
                 f"{state.bad_samples:,} of {self.count_drawn(state):,} samples drawn so far are bad, more than "
                 f"data.max_bad = {self.limit:g} allows: see {self.run}/bad_samples*.jsonl; all steps are saved: "

@@ -128,8 +128,8 @@ class StepMetrics:
         self._read_seconds += read_seconds
         self._make_seconds += make_seconds
 
-    def read(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last call.
+    def collect(self) -> dict[str, float]:
+        """Return the metrics of the steps since the last call, and start to count anew.
 
         MFU is left out if the steps were faster than the measured peak.
         """

@@ -91,12 +91,12 @@ class StopRequest:
             signal.pthread_kill(main_thread, signal.SIGURG)
         return now - self._reacted > max(_STUCK_SECONDS, 3 * self._step_seconds)
 
-    def save_first(self, saved: int) -> None:
+    def save_on_signal(self, saved: int) -> None:
         """Save before exiting from now on; ``saved`` is the step of the newest checkpoint, 0 if there is none."""
         self._saves = True
         self._message = f"training after step {saved} is lost; the same command resumes from there"
 
-    def exit_at_once(self, message: str) -> None:
+    def exit_on_signal(self, message: str) -> None:
         """Exit with a message on a signal from now on, and also if one has arrived."""
         self._saves = False
         self._message = message

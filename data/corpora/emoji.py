@@ -147,7 +147,7 @@ def _write(writer: DatasetWriter, folder: Path, *, progress: bool) -> None:
     for language in LANGUAGES:
         names[language] = [concept.names.get(language, concept.names["en"]) for concept in concepts.values()]
     text = json.dumps(names, ensure_ascii=False, indent=0)
-    writer.extra_file("names.json").write_text(text + "\n", encoding="utf-8")
+    writer.extra_file_path("names.json").write_text(text + "\n", encoding="utf-8")
     card = {
         "name": "emoji",
         "revision": REVISION,

@@ -42,7 +42,7 @@ from clipkit.samples import (
     open_image,
     parse_fields,
     pillow_errors,
-    read_values,
+    read_beyond_pillow,
     stored_index,
     suggest_pixel_range,
     value_extrema,
@@ -249,7 +249,7 @@ class ShardSurvey(OpenShards[Shard]):
             return "image"
         if is_json(member):
             return "json"
-        if member in self.selection.captions.members([member]):
+        if member in self.selection.captions.select_members([member]):
             return "caption"
         return ""
 
@@ -399,7 +399,7 @@ def read_sample(survey: ShardSurvey, i: int, *, image: bool = False) -> tuple[Sa
         with suppress(DataError):
             sample.fields = parse_fields(members)
     try:
-        needed = rule.members(members)
+        needed = rule.select_members(members)
         caption = rule.caption(rule.parse({name: members[name] for name in needed}), 0, None)
         if caption is None:
             raise DataError(_EMPTY_CAPTION)
@@ -420,12 +420,12 @@ class SampleChecker:
     decoding: Decoding
     augmentation: Augmentation
 
-    def check_all(self, chosen: Sequence[int]) -> Iterator[Sample]:
+    def read_samples(self, indices: Sequence[int]) -> Iterator[Sample]:
         """Read and decode samples in several threads; yield them in order."""
         preload(self.augmentation)
         with open_core_pool(_READERS) as pool:
-            for start in range(0, len(chosen), _AHEAD):
-                yield from pool.map(self._check, chosen[start : start + _AHEAD])
+            for start in range(0, len(indices), _AHEAD):
+                yield from pool.map(self._check, indices[start : start + _AHEAD])
 
     def show(self, sample: Sample) -> Example:
         """Read a sample again to show it: the crop of a good one, otherwise the whole image."""
@@ -520,7 +520,7 @@ def image_digest(data: bytes) -> bytes:
 def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
     bits = "16-bit" if traits.deep_colors else "8-bit"
     channels = 3
-    bands = read_values(data, decoding)
+    bands = read_beyond_pillow(data, decoding)
     values = None if bands is None else bands.values
     if values is not None:
         height, width = values.shape[:2]

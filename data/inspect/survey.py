@@ -214,7 +214,7 @@ def inspect(
     good: list[Sample] = []
     chosen = _spread(len(survey), options.samples)
     with CountProgress("decoding samples", total=len(chosen), shown=not options.quiet) as bar:
-        for sample in checker.check_all(chosen):
+        for sample in checker.read_samples(chosen):
             decoded.append(sample)
             if not sample.cause:
                 good.append(sample)

@@ -31,8 +31,8 @@ from clipkit.samples import (
     is_transparent,
     jpeg_orientation,
     jpeg_size,
+    read_beyond_pillow,
     read_orientation,
-    read_values,
     readable_formats,
     refuse_deep_alpha,
     to_16_bit,
@@ -141,7 +141,7 @@ def store_image(data: bytes, how: Storing) -> StoredImage:
     try:
         if how.resize is not None and (stored := _resize_jpeg(data, how)) is not None:
             return stored
-        bands = read_values(data, Decoding())
+        bands = read_beyond_pillow(data, Decoding())
         if bands is not None:
             return _store_as_is(bands, data, how)
         with Image.open(io.BytesIO(data), formats=readable_formats(data)) as image:

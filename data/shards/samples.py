@@ -160,7 +160,7 @@ class Shards(OpenShards[SelectedShard]):
         if plan is None:
             rule = self.selection.captions
             negatives = json_members([rule.negatives], names) if rule.negatives else []
-            plan = [*dict.fromkeys([self.selection.image, *rule.members(names), *negatives])]
+            plan = [*dict.fromkeys([self.selection.image, *rule.select_members(names), *negatives])]
             self._plans[names] = plan
         # only the image may be missing
         members: dict[str, Any] = dict(zip(plan, opened.read(row, plan, layout=layout), strict=True))

@@ -122,7 +122,7 @@ class DatasetWriter:
         self._writers[split].write(record.members())
         self.counts[split] = count + 1
 
-    def extra_file(self, name: str) -> Path:
+    def extra_file_path(self, name: str) -> Path:
         """Return the path for an additional file of the folder; write it before ``finish``."""
         return self._aside / name
 

@@ -279,7 +279,7 @@ class _Published:
         for i in range(len(self.samples)):
             shard, row = self.samples.find(i)
             names = shard.index.members(row)
-            needed = {"cls", "txt", "json", *rule.members(names), *usual_rule.members(names)}
+            needed = {"cls", "txt", "json", *rule.select_members(names), *usual_rule.select_members(names)}
             if arrays:
                 needed.add("npy")
             try:

@@ -29,7 +29,7 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_signal_finishes_the_step_if_there_is_something_to_save(number: signal.Signals) -> None:
     stop = StopRequest()
-    stop.save_first(7)
+    stop.save_on_signal(7)
     assert not stop.number
     signal.raise_signal(number)
     assert stop.number == number
@@ -39,7 +39,7 @@ def test_signal_finishes_the_step_if_there_is_something_to_save(number: signal.S
     ):  # a second Ctrl-C does not wait
         signal.raise_signal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt, match="all is saved"):
-        stop.exit_at_once("all is saved")
+        stop.exit_on_signal("all is saved")
 
 
 @pytest.mark.parametrize("number", SIGNALS)
@@ -62,7 +62,7 @@ import hashlib, os, sys, time
 parent = os.getppid()
 from clipkit.training.stopping import StopRequest, end_with_launcher
 stop = StopRequest()
-stop.save_first(0)
+stop.save_on_signal(0)
 stop.agreed = sys.argv[1] == "leaving"
 end_with_launcher(parent, stop)
 print(os.getpid(), flush=True)
@@ -129,7 +129,7 @@ from clipkit.training.stopping import StopRequest, end_with_launcher
 stop = StopRequest()
 end_with_launcher(os.getppid(), stop)
 distributed.start()
-stop.save_first(0)
+stop.save_on_signal(0)
 distributed.barrier()
 if sys.argv[1] != "saving":
     stop.begin_step()

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, strategies as st
 
 from clipkit.errors import DataError
-from data.captions import CHOICES, CaptionRule
+from data.captions import CaptionRule
 
+CHOICES = ("first", "random", "weighted", "all")
 META = {
     "caption": "of json",
     "all": ["one", "", "two", " \n\t", 3, None, ["four"]],
@@ -174,7 +175,7 @@ def test_rules_that_draw() -> None:
 def test_only_members_that_may_contain_captions_are_read(
     fields: tuple[str, ...], names: tuple[str, ...], expected: list[str]
 ) -> None:
-    assert CaptionRule(fields=fields).members(names) == expected
+    assert CaptionRule(fields=fields).select_members(names) == expected
 
 
 def test_texts_and_json_members_become_fields() -> None:

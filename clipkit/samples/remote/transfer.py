@@ -610,7 +610,7 @@ def _http_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tr
         version = (version or response.headers.get("Last-Modified", "")).removeprefix("W/").strip('"')
         length = _parse_integer(response.headers.get("Content-Length", ""), -1)
         start, total = _range_start(response.headers.get("Content-Range"), length)
-        chunks = _chunks(client, partial(_any_bytes, response.content))
+        chunks = _read_chunks(client, partial(_any_bytes, response.content))
         if response.status == 416:  # for an empty file even the first byte is out of range
             if total != 0 or byte_range is None or not byte_range.startswith("bytes=0-"):
                 raise http_error(416)
@@ -652,7 +652,7 @@ def _s3_transfer(client: Any, url: str, byte_range: str | None) -> Iterator[Tran
         content = getattr(getattr(body, "raw_stream", None), "content", None)
         read = partial(body.read, _CHUNK) if content is None else partial(_any_bytes, content)
         yield Transfer(
-            chunks=_chunks(client, read),
+            chunks=_read_chunks(client, read),
             total=total,
             version=version,
             start=start,
@@ -683,7 +683,7 @@ async def _any_bytes(content: Any) -> bytes:
     return data
 
 
-def _chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes]:
+def _read_chunks(client: Any, read: Callable[[], Awaitable[bytes]]) -> Iterator[bytes]:
     failures: list[Exception] = []
 
     async def collect() -> bytes:

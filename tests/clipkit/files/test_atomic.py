@@ -1,7 +1,9 @@
-"""Tests of file locks among threads and processes, some of which are killed."""
+"""Tests of file locks among threads and processes, some of which are killed, and of files of JSON lines."""
 
 import errno
 import fcntl
+import json
+import math
 import multiprocessing
 import os
 import threading
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clipkit.files.atomic import FileLock, lock_output
+from clipkit.files.atomic import FileLock, drop_lines_after, lock_output
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
@@ -95,3 +97,19 @@ def test_filesystem_without_locks_is_a_warning_where_a_lock_is_optional(
     ]
     with pytest.raises(OSError, match="not implemented"):  # the shard cache would remove files in use
         FileLock(tmp_path / "lock").try_acquire()
+
+
+def test_kept_lines_are_unchanged(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    kept = [
+        json.dumps({"step": 5, "dataset": "line\u2028separators\x85 \x0b and é"}, ensure_ascii=False),
+        json.dumps({"step": None, "dataset": "of no step"}),
+        json.dumps({"dataset": "without"}),
+        json.dumps({"step": 7, "value": math.inf}),
+    ]
+    dropped = ['{"step": 8}', "[1]", "5", '"step"', '{"step": "7"}', "{", "", "null"]
+    path.write_text("\n".join([*kept, *dropped]), encoding="utf-8")
+    drop_lines_after(path, 7)
+    assert path.read_text(encoding="utf-8") == "".join(line + "\n" for line in kept)
+    drop_lines_after(tmp_path / "missing.jsonl", 7)
+    assert not (tmp_path / "missing.jsonl").exists()

@@ -13,7 +13,7 @@ from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP, create
 from clipkit.model.measure import image_flops, text_flops
 from clipkit.objectives import select_terms, views as module
-from clipkit.objectives.views import Views, cut_views, divergence, draw_boxes, select_view_side
+from clipkit.objectives.views import Views, cut_views, draw_boxes, select_view_side, sum_view_divergence
 from clipkit.training.build import shape_of
 from clipkit.training.costs import measure_step, workloads_of
 from clipkit.training.ema import AveragedWeights
@@ -77,11 +77,11 @@ def test_divergence_and_gradient_equal_plain_formula(monkeypatch: pytest.MonkeyP
     (wanted,) = torch.autograd.grad(2 * expected, found)
     for logits in (1 << 22, 70, 1):  # tiles of all images, two and one
         monkeypatch.setattr(module, "_LOGITS", logits)
-        total = divergence(found, seen, texts, scale)
+        total = sum_view_divergence(found, seen, texts, scale)
         (gradient,) = torch.autograd.grad(2 * total, found)
         assert total.item() == pytest.approx(expected.item(), rel=1e-12)
         assert (gradient - wanted).abs().max() < 1e-12
-    assert divergence(seen[:, None], seen, texts, scale).item() == pytest.approx(0, abs=1e-12)
+    assert sum_view_divergence(seen[:, None], seen, texts, scale).item() == pytest.approx(0, abs=1e-12)
 
 
 def test_averaged_weights_teach_and_the_model_keeps_its_own() -> None:

@@ -111,7 +111,11 @@ def test_message_reports_the_nonfinite_value(tmp_path: Path) -> None:
             totals={"faults": 0}, loss=loss, norm=norm, is_finite=False, is_spike=False, usual_norm=1.0,
             ids=torch.arange(2),
         )  # fmt: skip
-        return str(failed_step(tmp_path, 4, outcome, "", lambda ids: [NAMES[i] for i in ids], 3))
+        return str(
+            failed_step(
+                tmp_path, outcome, step=4, fault="", names=lambda ids: [NAMES[i] for i in ids], parts=3
+            )
+        )
 
     assert message(torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
     assert message(torch.nan, torch.nan).startswith("the loss of step 5 is nan")

@@ -1,7 +1,6 @@
 """Tests of metric files and progress output, including killed and resumed runs."""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -19,7 +18,7 @@ from clipkit.errors import DataError
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import log as module
 from clipkit.training.checkpoint import LoopState
-from clipkit.training.log import Log, ProgressLine, _clock, drop_lines_after
+from clipkit.training.log import BadSamples, Log, ProgressLine, _clock
 
 FIGURES = {
     "loss": 1.25, "chance": 5.5, "samples_per_second": 100.0, "data_time": 0.05, "batch_time": 0.5, "scale": 14.3,
@@ -31,7 +30,15 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
 def open_log(run: Path, state: LoopState, *settings: str, opening: Sequence[str] = ()) -> Log:
     run.mkdir(exist_ok=True)
     config = load_config(QUICKSTART, [f"out={run}", *(settings or QUIET)])
-    return Log(config, state, device=torch.device("cpu"), decoding=Decoding(), opening=opening)
+    bad_samples = BadSamples.from_config(config)
+    return Log(
+        config,
+        state,
+        device=torch.device("cpu"),
+        decoding=Decoding(),
+        bad_samples=bad_samples,
+        opening=opening,
+    )
 
 
 def after(step: int, *, bad_samples: int = 0, transparent: int = 0, cut_captions: int = 0) -> LoopState:
@@ -41,7 +48,7 @@ def after(step: int, *, bad_samples: int = 0, transparent: int = 0, cut_captions
 
 
 def write_state(log: Log, state: LoopState, loss: float) -> None:
-    log.update(state, loss=loss, grad_norm=1.0)
+    log.record_step(state, loss=loss, grad_norm=1.0)
     log.write({"scale": 14.3})
 
 
@@ -67,22 +74,6 @@ def test_resume_removes_figures_after_the_checkpoint(tmp_path: Path) -> None:
     log.close()
     assert [(line["step"], line["loss"]) for line in lines(path)] == [(10, 0.1), (20, 0.05), (30, 5.0)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_kept_lines_are_unchanged(tmp_path: Path) -> None:
-    path = tmp_path / "results.jsonl"
-    kept = [
-        json.dumps({"step": 5, "dataset": "line\u2028separators\x85 \x0b and é"}, ensure_ascii=False),
-        json.dumps({"step": None, "dataset": "of no step"}),
-        json.dumps({"dataset": "without"}),
-        json.dumps({"step": 7, "value": math.inf}),
-    ]
-    dropped = ['{"step": 8}', "[1]", "5", '"step"', '{"step": "7"}', "{", "", "null"]
-    path.write_text("\n".join([*kept, *dropped]), encoding="utf-8")
-    drop_lines_after(path, 7)
-    assert path.read_text(encoding="utf-8") == "".join(line + "\n" for line in kept)
-    drop_lines_after(tmp_path / "missing.jsonl", 7)
-    assert not (tmp_path / "missing.jsonl").exists()
 
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
@@ -204,7 +195,7 @@ def test_bad_samples_of_other_ranks_are_counted_at_the_end(
 ) -> None:
     for before, printed in ((2, ""), (0, f"2 bad samples so far, all in {tmp_path}/bad_samples*.jsonl\n")):
         log = open_log(tmp_path, after(0, bad_samples=before))
-        log.update(after(1, bad_samples=2), loss=1.0, grad_norm=1.0)
+        log.record_step(after(1, bad_samples=2), loss=1.0, grad_norm=1.0)
         log.close()
         assert capsys.readouterr().err == printed
 
@@ -218,11 +209,11 @@ def test_facts_of_a_step_may_arrive_after_the_next_steps(
     for step in range(1, 6):
         log.add_bad_samples(step, [BadSample(shard="a", key=str(step), cause="empty")])
         if step > 2:
-            log.update(after(step - 2, transparent=1), loss=0.5, grad_norm=1.0)
+            log.record_step(after(step - 2, transparent=1), loss=0.5, grad_norm=1.0)
     log.write({"scale": 14.3})
-    log.update(after(5, bad_samples=5, transparent=1, cut_captions=2), loss=0.5, grad_norm=1.0)
+    log.record_step(after(5, bad_samples=5, transparent=1, cut_captions=2), loss=0.5, grad_norm=1.0)
     log.close()
-    log.sum_up(context_length=7)
+    log.print_data_summary(context_length=7)
     assert [(line["step"], line["loss"]) for line in lines(tmp_path / "metrics.jsonl")] == [(3, 0.5)]
     printed = capsys.readouterr().err.splitlines()
     batch_size = load_config(QUICKSTART).batch_size
@@ -283,10 +274,12 @@ def test_wandb_without_login_raises_one_line_error(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\n"
         "import torch\nfrom clipkit.config import load_config\nfrom clipkit.errors import run_command\n"
         "from clipkit.samples.traits import Decoding\n"
-        "from clipkit.training.checkpoint import LoopState\nfrom clipkit.training.log import Log\n"
+        "from clipkit.training.checkpoint import LoopState\nfrom clipkit.training.log import BadSamples, Log\n"
         "settings = ['out=' + sys.argv[1], 'log.tensorboard=false', 'log.wandb=mine']\n"
         "config, state = load_config(Path(sys.argv[2]), settings), LoopState(step=0, data='')\n"
-        "run_command(lambda: Log(config, state, device=torch.device('cpu'), decoding=Decoding()))\n"
+        "bad_samples = BadSamples.from_config(config)\n"
+        "run_command(lambda: Log(config, state, device=torch.device('cpu'), decoding=Decoding(), "
+        "bad_samples=bad_samples))\n"
     )
     left_out = {name for name in os.environ if name.startswith("WANDB_")}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}

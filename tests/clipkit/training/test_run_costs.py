@@ -61,7 +61,7 @@ L_14 = ("model.name=ViT-L-14", "small.steps=0", "small.image_size=0", "steps=397
 def test_published_hours_agree_at_the_stated_mfu(
     configs: list[Config], gpus: int, hours: float, mfu: float
 ) -> None:
-    found = sum(costs_of(config, gpus, mfu=1.0).whole.hours or 0 for config in configs)
+    found = sum(costs_of(config, gpus, mfu=1.0).estimate.hours or 0 for config in configs)
     assert round(found / hours, 2) == mfu
     assert PUBLISHED_MFU[0] <= mfu <= PUBLISHED_MFU[1]
 
@@ -90,9 +90,9 @@ def test_lowest_published_mfu_is_assumed_and_reported_by_default() -> None:
 def test_settings_that_fit_are_suggested(config: Config, gpus: int, size: int) -> None:
     machine = replace(A100, memory=size << 30)
     costs = costs_of(config, gpus, machine)
-    assert costs.fits is False and costs.instead
+    assert costs.fits is False and costs.alternatives
     assert f"fits no: A100 has {size} GB, {0.9 * size:.0f} of them usable" in text_of(costs)
-    for settings in costs.instead:
+    for settings in costs.alternatives:
         assert settings in text_of(costs)
         changed = config
         for one in settings.split():
@@ -103,7 +103,7 @@ def test_settings_that_fit_are_suggested(config: Config, gpus: int, size: int) -
 
 def test_no_settings_are_suggested_if_none_fit() -> None:
     costs = costs_of(named("vit_b_32"), 1, replace(A100, memory=1 << 30))
-    assert costs.fits is False and not costs.instead
+    assert costs.fits is False and not costs.alternatives
     assert "try more GPUs" in text_of(costs)
 
 
@@ -141,13 +141,14 @@ def test_teacher_costs_memory_and_time() -> None:
     with torch.device("meta"):
         teacher = CLIP(ARCHITECTURES["ViT-B-32"])
     taught = costs_of(config, 1, teacher=teacher)
-    numbers = sum(alone.whole.parameters.values())
-    assert 4 * numbers < taught.whole.memory.teacher <= 6 * numbers
-    assert taught.whole.memory.total - alone.whole.memory.total == taught.whole.memory.teacher
-    assert alone.whole.hours is not None and taught.whole.hours is not None
-    assert taught.whole.hours == pytest.approx(4 / 3 * alone.whole.hours, rel=0.02)  # one more forward pass
+    numbers = sum(alone.estimate.parameters.values())
+    assert 4 * numbers < taught.estimate.memory.teacher <= 6 * numbers
+    assert taught.estimate.memory.total - alone.estimate.memory.total == taught.estimate.memory.teacher
+    assert alone.estimate.hours is not None and taught.estimate.hours is not None
+    # one more forward pass
+    assert taught.estimate.hours == pytest.approx(4 / 3 * alone.estimate.hours, rel=0.02)
     elsewhere = costs_of(replace(config, distill=DistillConfig(teacher="elsewhere")), 1)
-    assert elsewhere.whole.work.lacks_teacher and elsewhere.fits is None
+    assert elsewhere.estimate.work.lacks_teacher and elsewhere.fits is None
     assert "a teacher that is not on this machine: not known" in text_of(elsewhere)
 
 

@@ -177,7 +177,7 @@ def test_lists_of_former_ranks_are_truncated_at_the_checkpoint(tmp_path: Path) -
 )
 def test_max_bad_is_a_fraction_of_drawn_samples(bad: int, used: int, share: float, too_many: bool) -> None:
     samples = bad_samples(limit=share)
-    assert samples.are_too_many(state_after(bad, used)) is too_many
+    assert samples.exceeds_limit(state_after(bad, used)) is too_many
     if not too_many:
         samples.check(state_after(bad, used))
         return
@@ -191,8 +191,8 @@ def test_max_bad_is_a_fraction_of_drawn_samples(bad: int, used: int, share: floa
 def test_bad_fraction_does_not_grow_with_epochs(epochs: int) -> None:
     bad, good = 100, 99_900  # one in a thousand samples is bad, each drawn once per epoch
     state = state_after(bad * epochs, good * epochs)
-    assert not bad_samples(limit=0.001).are_too_many(state)
-    assert bad_samples(limit=0.0009).are_too_many(state)
+    assert not bad_samples(limit=0.001).exceeds_limit(state)
+    assert bad_samples(limit=0.0009).exceeds_limit(state)
 
 
 @pytest.mark.parametrize(

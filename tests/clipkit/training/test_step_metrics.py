@@ -61,7 +61,7 @@ def test_figures_are_means_since_the_last_read(make: Callable[..., Training]) ->
     training = make(ranks=2)
     training.step(data=1, forward=2, backward=4, other=1)
     training.step(data=3, forward=2, backward=2, other=1)
-    figures = training.metrics.read()
+    figures = training.metrics.collect()
     assert figures["batch_time"] == 8 and figures["samples_per_second"] == 1
     assert figures["samples_per_second_per_gpu"] == 0.5
     assert (figures["data_time"], figures["forward_time"], figures["backward_time"]) == (2, 2, 3)
@@ -71,43 +71,43 @@ def test_figures_are_means_since_the_last_read(make: Callable[..., Training]) ->
     assert 0 < figures["memory_gib"] < 1024
 
     training.step(data=1, forward=1)
-    assert training.metrics.read()["batch_time"] == 2  # earlier steps are not counted again
+    assert training.metrics.collect()["batch_time"] == 2  # earlier steps are not counted again
 
 
 def test_peak_exceeded_by_the_training_is_measured_again(make: Callable[..., Training]) -> None:
     training = make(peak=1e9, measured=[1.5e9, 4e9])
     training.step(forward=1, flops=10**9)
-    assert training.metrics.read()["mfu"] == 1
+    assert training.metrics.collect()["mfu"] == 1
     training.step(forward=1, flops=2 * 10**9)
-    assert "mfu" not in training.metrics.read()  # still above the measured peak
+    assert "mfu" not in training.metrics.collect()  # still above the measured peak
     training.step(forward=1, flops=2 * 10**9)
-    figures = training.metrics.read()
+    figures = training.metrics.collect()
     assert figures["mfu"] == 0.5 and figures["batch_time"] == 1
     training.step(forward=1, flops=10**9)
-    assert training.metrics.read()["mfu"] == 0.25
+    assert training.metrics.collect()["mfu"] == 0.25
 
 
 def test_peak_is_measured_at_most_three_times(make: Callable[..., Training]) -> None:
     training = make(peak=1e9, measured=[1e9] * 3)  # a fourth would fail
     for _ in range(6):
         training.step(forward=1, flops=2 * 10**9)
-        assert "mfu" not in training.metrics.read()
+        assert "mfu" not in training.metrics.collect()
 
 
 def test_peak_of_a_gpu_is_measured_once(make: Callable[..., Training]) -> None:
     training = make(peak=1e9, device=torch.device("cuda"))  # a second measurement would fail
     training.step(forward=1, flops=2 * 10**9)
-    assert "mfu" not in training.metrics.read()
+    assert "mfu" not in training.metrics.collect()
 
 
 def test_leave_out_excludes_time_between_steps(make: Callable[..., Training]) -> None:
     training = make()
     training.step(data=1, other=1)
-    training.metrics.read()
+    training.metrics.collect()
     training.now += 100  # evaluation, checkpoint
     training.metrics.leave_out()
     training.step(data=1, other=1)
-    assert training.metrics.read()["batch_time"] == 2
+    assert training.metrics.collect()["batch_time"] == 2
 
 
 @pytest.mark.parametrize(("flops", "peak"), [(10**9, None), (0, 1e9)])
@@ -116,16 +116,16 @@ def test_mfu_is_omitted_without_flops_or_peak(
 ) -> None:
     training = make(peak=peak)
     training.step(flops=flops, forward=1)
-    assert "mfu" not in training.metrics.read()
+    assert "mfu" not in training.metrics.collect()
 
 
 def test_figures_before_the_first_step_are_zero(make: Callable[..., Training]) -> None:
-    figures = make().metrics.read()
+    figures = make().metrics.collect()
     assert figures["samples_per_second"] == figures["batch_time"] == 0
 
 
 def explain(training: Training, workers: int = 0) -> str:
-    training.metrics.read()
+    training.metrics.collect()
     return training.metrics.explain_waiting(workers, "s3://bucket/a.tar")
 
 

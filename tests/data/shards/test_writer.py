@@ -22,7 +22,7 @@ def test_layout_of_the_dataset_folder(tmp_path: Path) -> None:
         for number in range(7):
             writer.write("train", record(number))
         writer.write("test", Record(key="a/b", image=b"x", extension="jpg", label=3, meta={"z": 1, "a": "ü"}))
-        writer.extra_file("LICENSE").write_text("free")
+        writer.extra_file_path("LICENSE").write_text("free")
         assert not out.exists()
         writer.finish({"name": "sét"}, class_names=["cat", "dög"], templates=["a {c}."])
     files = sorted(str(path.relative_to(out)) for path in out.rglob("*") if path.is_file())
