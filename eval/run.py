@@ -193,8 +193,13 @@ def run_model(
     An error of a dataset or task is recorded in ``results.errors``; the others are scored.
 
     Args:
+        model: the model to score, perhaps under autocast.
+        out: a results file, to which rank 0 appends.
+        tasks: tasks on each dataset; empty for its main ones.
         skip_existing: skip results of the same weights, data, prompts and options that are in the file.
+        store: folder of encoded features; None keeps them in memory.
         origin: provenance for the results: name and identity of the weights.
+        step: training step, for the results.
         show_progress: called with each dataset before its images are encoded; returns a progress callback.
         results: receives the results, so that they are available if the run ends early.
     """

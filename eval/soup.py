@@ -27,6 +27,8 @@ _HELD_OUT = "val"
 
 def run_soup(options: SoupOptions) -> int:
     """Write the greedy soup of models; a model's score is the mean of each dataset's primary metric."""
+    if len(options.model) < 2:
+        raise ConfigError("a soup needs two or more models: repeat --model")
     with join_ranks(options.device) as device:
         out = resolve_output(options.out)
         leads = distributed.rank() == 0
@@ -35,8 +37,6 @@ def run_soup(options: SoupOptions) -> int:
         targets = find_targets(options.data, root=options.data_root, prompts=options.prompts)
         targets = [_select_held_out(target, options.split) for target in targets]
         sources = [find_model(source).source for source in options.model]
-        if len(sources) < 2:
-            raise ConfigError("a soup needs two or more models: repeat --model")
 
         def score(model: CLIP) -> float:
             return fmean(_score_primary(model, target, options.batch_size) for target in targets)

@@ -184,7 +184,11 @@ def cider_d(generated: Sequence[Tokens], captions: Sequence[Sequence[Tokens]]) -
 
 
 def perplexity_statistic(counts: Floats) -> Statistic:
-    """Return the perplexity of true captions, exp of the mean −log p of a token, as a statistic of the images."""
+    """Return the perplexity of true captions, exp of the mean −log p of a token, as a statistic of the images.
+
+    Args:
+        counts: (N, 2), see ``Descriptions.nll`` and ``predicted``.
+    """
 
     def statistic(drawn: Ints) -> Floats:
         total = drawn @ counts  # (R, 2)

@@ -30,12 +30,21 @@ from eval.metrics.intervals import (
 
 
 def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
-    """Compute top-k accuracy; ``acc1`` and ``acc5`` in CLIP_benchmark, where ``topk`` orders ties arbitrarily."""
+    """Compute top-k accuracy; ``acc1`` and ``acc5`` in CLIP_benchmark, where ``topk`` orders ties arbitrarily.
+
+    Args:
+        ranks: (N,) int64 of ``class_ranks``, from 0; N ≥ 1.
+        k: at least 1.
+    """
     return estimate_proportion(int((ranks < k).sum()), len(ranks))
 
 
 def mean_of_top1_and_top5(ranks: Tensor) -> Estimate:
-    """Compute the mean of top-1 and top-5 accuracy, the CLIP paper's metric for Kinetics-700 (table 9)."""
+    """Compute the mean of top-1 and top-5 accuracy, the CLIP paper's metric for Kinetics-700 (table 9).
+
+    Args:
+        ranks: (N,) int64 of ``class_ranks``, from 0; N ≥ 1.
+    """
     return estimate_mean(((ranks < 1).double() + (ranks < 5).double()) / 2)
 
 
@@ -44,6 +53,10 @@ def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
 
     Also called mean per class accuracy, macro recall and balanced accuracy; ``mean_per_class_recall`` in
     CLIP_benchmark and ``recall-macro_all`` in WILDS.
+
+    Args:
+        correct: (N,) bool.
+        labels: (N,) int64, at least 0.
     """
     right, total = _count_present(correct, labels)
     return float((right / total).mean())
@@ -54,6 +67,10 @@ def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, flo
 
     Each end is the wider of the bootstrap's and of Wilson's at the effective number of images, C² / Σ 1/nᵢ. The
     bootstrap is far too narrow if most classes are all right or all wrong, and Wilson's if only small classes vary.
+
+    Args:
+        correct: (N,) bool.
+        labels: (N,) int64, at least 0.
     """
     right, total = _count_present(correct, labels)
     value = float((right / total).mean())
@@ -85,7 +102,13 @@ def _count_present(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
 
 
 def count_correct(correct: Tensor, labels: Tensor, classes: int) -> tuple[Ints, Ints]:
-    """Count the correct images and all images of each class, both (C,) int64."""
+    """Count the correct images and all images of each class, both (C,) int64.
+
+    Args:
+        correct: (N,) bool.
+        labels: (N,) int64 in 0 … C-1.
+        classes: C, including classes without images.
+    """
     label = labels.cpu().numpy()
     right = np.bincount(label[correct.cpu().numpy()], minlength=classes)
     return right, np.bincount(label, minlength=classes)
@@ -96,6 +119,10 @@ def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
 
     Only classes with images count, as in WILDS and DataComp (``F1-macro_all``). scikit-learn's ``average="macro"``
     also counts classes that were only predicted, as 0.
+
+    Args:
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64; N ≥ 1.
     """
     sizes = np.unique(labels.cpu().numpy(), return_counts=True)[1]
     return estimate_statistic(
@@ -155,6 +182,7 @@ def calibration_bins(confidence: Tensor, correct: Tensor, *, bins: int = 15) -> 
     Args:
         confidence: (N,) in 0 … 1, the probability of the predicted class of ``top_classes``; NaN counts as
             confident and wrong.
+        correct: (N,) bool.
         bins: number of bins; an edge belongs to the bin below it, as in Guo et al. (2017).
     """
     sure, right, index = _assign_bins(confidence, correct, bins)
@@ -174,6 +202,10 @@ def expected_calibration_error(confidence: Tensor, correct: Tensor, *, bins: int
     (Guo et al. 2017, arXiv 1706.04599.) ECE is biased upward, especially with few images per bin, and resampling
     adds the same bias again. The interval is therefore the basic bootstrap's: it extends as far below the value as
     the resamples lie above it.
+
+    Args:
+        confidence: (N,) in 0 … 1; see ``calibration_bins``. N ≥ 1.
+        correct: (N,) bool.
     """
     sure, right, index = _assign_bins(confidence, correct, bins)
     order = np.argsort(index, kind="stable")
@@ -239,13 +271,22 @@ class Confusion:
 
 
 def count_confusion(predicted: Tensor, labels: Tensor) -> Confusion:
-    """Count the pairs of true and predicted class."""
+    """Count the pairs of true and predicted class.
+
+    Args:
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64, at least 0.
+    """
     label = labels.cpu().numpy()
     return _sum_pairs(label, predicted.cpu().numpy(), np.ones(len(label), dtype=np.int64))
 
 
 def merge_superclasses(class_confusion: Confusion, superclass: Tensor) -> Confusion:
-    """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake."""
+    """Merge the classes of each superclass, so that confusing two breeds of dog is not a mistake.
+
+    Args:
+        superclass: (C,) int64, at least 0, the superclass of each class.
+    """
     group = np.append(superclass.cpu().numpy(), -1)  # a prediction of -1 stays -1
     return _sum_pairs(group[class_confusion.label], group[class_confusion.predicted], class_confusion.count)
 
@@ -263,7 +304,11 @@ def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
     """Compute the fraction of images for which the most probable class is one of the labels.
 
     This is the ReaL accuracy (Beyer et al. 2020, https://arxiv.org/abs/2006.07159): images without a label do not
-    count.
+    count. Returns None if no image has a label.
+
+    Args:
+        predicted: (N,) int64 in 0 … C-1.
+        labels: (N, C) bool.
     """
     counted = labels.any(dim=1)
     right = labels[counted].gather(1, predicted[counted][:, None])
@@ -293,7 +338,10 @@ def shape_bias(predicted: Tensor, shapes: Tensor, textures: Tensor) -> Estimate 
     """Compute the fraction of decisions for the shape among those for the shape or the texture.
 
     (Geirhos et al. 2019, https://arxiv.org/abs/1811.12231.) Images whose shape and texture are of the same class do
-    not count.
+    not count. Returns None if no image counts.
+
+    Args:
+        predicted, shapes, textures: (N,) int64, classes.
     """
     conflict = shapes != textures
     by_shape = conflict & (predicted == shapes)
@@ -343,6 +391,10 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Estimate:
 
     Args:
         scores: (N, C) of ``class_scores``; its ``softmax_scale`` changes the ranking.
+        labels: (N, C) bool or 0 and 1.
+
+    Raises:
+        DataError: no class has a positive image.
     """
     return _estimate_mean_precision(scores, labels, interpolated=False)
 
@@ -365,7 +417,10 @@ def _estimate_mean_precision(scores: Tensor, labels: Tensor, *, interpolated: bo
 
 
 def average_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool = False) -> Floats:
-    """Compute the average precision of each class, (C,) in 0 … 1; NaN for a class without positive images."""
+    """Compute the average precision of each class, (C,) in 0 … 1; NaN for a class without positive images.
+
+    Arguments as for ``mean_average_precision``.
+    """
     statistics = _class_statistics(scores, labels, interpolated=interpolated)
     return np.array([evaluate_statistic(statistic, len(scores)) for statistic in statistics])
 
@@ -449,6 +504,9 @@ def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
     Args:
         scores: (N,), higher for positive; for two classes ``s[:, 1] - s[:, 0]`` of ``class_scores``.
         labels: (N,) bool or 0 and 1.
+
+    Raises:
+        DataError: all images are of one class.
     """
     statistic = roc_auc_statistic(scores, labels)
     positive = int(labels.bool().sum())

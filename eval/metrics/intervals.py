@@ -151,7 +151,7 @@ def coin_probabilities(n: int, most: int) -> Floats:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Compute the exact two-sided p-value of McNemar's test (1947)."""
+    """Compute the exact two-sided p-value of McNemar's test (1947) from the items that one model has right."""
     n = only_first + only_second
     fewer = min(only_first, only_second)
     if 2 * fewer >= n:  # the two tails overlap
@@ -164,6 +164,10 @@ def compare_correct(first: Tensor, second: Tensor) -> Comparison:
 
     The interval is Bonett and Price's (2012, "Adjusted Wald confidence interval for a difference of binomial
     proportions based on paired data"), which keeps its width when the models hardly differ.
+
+    Args:
+        first: (N,) bool, whether the first model has each item right; N ≥ 1.
+        second: (N,) bool, likewise of the second model.
     """
     n = len(first)
     only_first = int((first & ~second).sum())

@@ -60,7 +60,12 @@ def recall_at_k(
 
 
 def mean_rank(ranks: Tensor, weight: Tensor | None = None) -> Estimate:
-    """Compute the mean rank, from 1, of the first right candidate ("MnR"), with a bootstrap interval."""
+    """Compute the mean rank, from 1, of the first right candidate ("MnR"), with a bootstrap interval.
+
+    Args:
+        ranks: (Q,) int64 of ``match_ranks``, from 0; Q ≥ 1.
+        weight: (Q,) int64, the number of copies of each query; 1 by default.
+    """
     distinct, counts = _count_ranks(ranks, weight)
     statistic = mean_statistic(distinct.astype(np.float64))
     value = float(statistic(counts[None])[0])
@@ -73,6 +78,10 @@ def median_rank(ranks: Tensor, weight: Tensor | None = None) -> Estimate:
 
     The mean of the two middle ranks of an even number, as in NumPy; open_clip rounds down. The interval is the
     exact one between two order statistics; the whole range for fewer than 6 queries.
+
+    Args:
+        ranks: (Q,) int64 of ``match_ranks``, from 0; Q ≥ 1.
+        weight: (Q,) int64, the number of copies of each query; 1 by default.
     """
     distinct, counts = _count_ranks(ranks, weight)
     n = int(counts.sum())
@@ -96,7 +105,12 @@ def _count_ranks(ranks: Tensor, weight: Tensor | None) -> tuple[Ints, Ints]:
 
 
 def chance_of_recall(right: Tensor, candidates: int, k: int) -> Tensor:
-    """Return the probability that k candidates drawn at random include a right one, (Q,) float64."""
+    """Return the probability that k candidates drawn at random include a right one, (Q,) float64.
+
+    Args:
+        right: (Q,) int64, the number of right candidates of each query.
+        k: at least 1.
+    """
     missed = torch.ones(len(right), dtype=torch.float64)
     for drawn in range(min(k, candidates)):
         missed *= (candidates - drawn - right.double()).clamp(min=0) / (candidates - drawn)
@@ -170,6 +184,10 @@ def pairwise_correct(right: Tensor, wrong: Tensor) -> Tensor:
     Its mean is the accuracy of SugarCrepe (Hsieh et al. 2023, arXiv 2306.14610) and ARO (Yuksekgonul et al. 2023,
     arXiv 2210.01936). Ties differ: CLIP_benchmark's ``text_acc`` and ARO's order sets give them to the right
     caption, ARO's relation and attribution to the wrong one, as here.
+
+    Args:
+        right: (N,) similarity of each image with its right caption.
+        wrong: (N, K) with its wrong captions.
     """
     return (right[:, None] > wrong).all(dim=1)
 

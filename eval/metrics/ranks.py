@@ -60,7 +60,10 @@ def class_ranks(
     Among classes of equal similarity the one of lower index comes first, as in ``argmax``.
 
     Args:
+        image_features: (N, D).
+        classifier: (D, C).
         labels: (N,) int64 in 0 … C-1.
+        device: of the computation; by default that of the features.
 
     Returns:
         (N,) int64 in 0 … C, on the CPU.
@@ -101,8 +104,11 @@ def top_classes(
     """Return the k most similar classes of each image, ordered as in ``class_ranks``, with their probabilities.
 
     Args:
+        image_features: (N, D), unit norm.
+        classifier: (D, C), unit columns.
         k: at least 1; reduced to C.
         logit_scale: exp(t) of the model.
+        device: of the computation; by default that of the features.
     """
     device = device or image_features.device
     n = len(image_features)
@@ -143,8 +149,11 @@ def class_scores(
     The result is held in memory, which is fine for these datasets (VOC 2007: 4,952 × 20).
 
     Args:
+        image_features: (N, D), unit norm.
+        classifier: (D, C), unit columns.
         softmax_scale: None for similarities, which rank images like logits; exp(t) of the model for
             log-probabilities, by which an image ranks high for a class only if no other class fits it better.
+        device: of the computation; by default that of the features.
 
     Returns:
         (N, C) float32 on the CPU.
@@ -173,8 +182,11 @@ def match_ranks(
     below k.
 
     Args:
+        queries: (Q, D).
+        candidates: (M, D).
         pairs: (P, 2) int64 of (query, right candidate), unique, sorted by query, at least one for every query.
         candidate_counts: (M,) int64, the number of copies of each candidate; 1 by default.
+        device: of the computation; by default that of the queries.
 
     Returns:
         (Q,) int64, on the CPU.

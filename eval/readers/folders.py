@@ -69,6 +69,10 @@ def open_table(file: Path, name: str, *, split: str = TEST, is_whole_split: bool
     """Open a table of paths of images with captions or labels.
 
     All rows belong to the split if ``is_whole_split``, because the name of the file states the split.
+
+    Raises:
+        MissingSplit: no row belongs to the split.
+        DataError: the table is damaged, or has neither captions nor labels.
     """
     table = Table(file, image_column=None, caption_column=None, others=None)
     samples = TableSamples([table])

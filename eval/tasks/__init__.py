@@ -4,12 +4,12 @@
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from clipkit.cli import MOST_BATCH, MOST_SEED, integers, numbers, one_of, setting
+from clipkit.cli import MOST_BATCH, MOST_SEED, Within, integers, numbers, one_of, setting
 from clipkit.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -29,10 +29,13 @@ def _sort_values(values: bool | tuple[int, ...]) -> bool | tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the tasks; the commands check their values.
+    """Options of the tasks, validated on construction.
 
     ``details`` is whether to collect what a page shows besides the scores. Few-shot skips numbers of images that
     the smallest class does not have.
+
+    Raises:
+        ConfigError: a value is invalid.
     """
 
     seed: int = setting(0, "random seed", integers(0, MOST_SEED))
@@ -104,6 +107,16 @@ class Options:
     details: bool = True
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == () and field.default:  # nothing would be scored
+                raise ConfigError(f"invalid value {field.name} = (): expected one or more")
+            within: Within | None = field.metadata.get("within")
+            if within is None or value == field.default or isinstance(value, bool):
+                continue
+            for item in value if isinstance(value, tuple) else (value,):
+                if not within.holds(item):
+                    raise ConfigError(f"invalid value {field.name} = {value}: expected {within.words}")
         if len(set(self.seeds)) < len(self.seeds):
             raise ConfigError(f"invalid value seeds = {self.seeds}: expected different numbers")
 

@@ -121,6 +121,10 @@ class Subject:
             split: name of the split.
             layer: 1 … L to return ``Encoder.layers`` of that block of the image tower as ``before_projection``;
                 ``projected`` is then empty.
+
+        Raises:
+            MissingSplit: there is no such split.
+            DataError: an image is damaged, or features are not finite.
         """
         dataset = self.split(split or self.dataset.split)
         if dataset is None:

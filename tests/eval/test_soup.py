@@ -84,7 +84,7 @@ def test_invalid_soups_are_rejected(
 ) -> None:
     data, out = write_dataset(), tmp_path / "out"
     with pytest.raises(ConfigError, match="two or more models: repeat --model"):
-        soup(models[:1], data, out)
+        soup(models[:1], tmp_path / "missing", out)
     with pytest.raises(ConfigError, match="are the same model: name each model once"):
         soup([models[0], models[1], models[0]], data, out)
     save_model(clipkit.create("ViT-Ti-4-16", seed=0), tmp_path / "other")

@@ -206,10 +206,12 @@ def test_ranks_unnamed_models_and_several_labels_are_rejected(
 @pytest.mark.long
 def test_failed_training_reports_its_own_error(colours: Path, unskilled: CLIP, tmp_path: Path) -> None:
     subject = subject_of(unskilled, colours)
+    options = Options(epochs=6, fine_tune_batch=16, runs=tmp_path)
+    object.__setattr__(options, "rates", (1e30,))  # higher than the valid rates, to diverge at once
     with pytest.raises(
         DataError, match=r"on colours at rate 1e\+30, for the test: the loss of step \d+ is nan.*\.log\)"
     ):
-        fine_tune(subject, Options(epochs=6, fine_tune_batch=16, rates=(1e30,), runs=tmp_path))
+        fine_tune(subject, options)
 
 
 @given(st.lists(st.text(st.sampled_from("ab (1)\t\n"), max_size=6), max_size=8))

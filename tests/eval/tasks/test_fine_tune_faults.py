@@ -65,11 +65,6 @@ def subject_of(model: CLIP, folder: Path) -> Subject:
     )
 
 
-def test_repeated_seeds_are_rejected() -> None:
-    with pytest.raises(ConfigError, match=r"seeds = \(1, 1\): expected different numbers"):
-        Options(seeds=(1, 1))
-
-
 def test_disk_errors_suggest_another_folder_or_rerun(shades: Path, unskilled: CLIP, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--runs ~nobody-of-this-name/x: "):
         fine_tune(subject_of(unskilled, shades), Options(runs=Path("~nobody-of-this-name/x")))
