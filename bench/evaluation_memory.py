@@ -25,8 +25,8 @@ from torch import Tensor
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples import Samples
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, SampleImages
-from eval.features import FeatureFile, digest_content
 from eval.features.encoder import ImageFeatures
+from eval.features.store import FeatureFile, digest_content
 from eval.tasks import TASKS, Options
 
 __all__ = ["SyntheticSubject", "peak_of"]

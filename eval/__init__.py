@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
     from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
     from eval.readers.shards import Members as Members
-    from eval.results import (
+    from eval.results.records import (
         Score as Score,
         append_results as append_results,
         provenance as provenance,
@@ -37,7 +37,7 @@ _MODULES = {
     "eval.features.adapters": ("mteb_model",),
     "eval.readers": ("open_dataset", "open_datasets"),
     "eval.readers.shards": ("Members",),
-    "eval.results": ("Score", "append_results", "provenance", "read_results", "weights_id"),
+    "eval.results.records": ("Score", "append_results", "provenance", "read_results", "weights_id"),
     "eval.run": ("check_tasks", "evaluate"),
     "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),

@@ -30,10 +30,10 @@ from eval.metrics import (
     lower_is_better,
 )
 from eval.options import CompareOptions
-from eval.report import print_notes
+from eval.report.command import print_notes
 from eval.report.tables import format_setting, join_words
 from eval.report.terminal import GAP, LEAST_NAME, WIDTH, Fitted, break_name, format_metric
-from eval.results import PREFIX, Details, details_folder, read_all_details
+from eval.results.records import PREFIX, Details, details_folder, read_all_details
 from eval.results.table import PROMPTED, Model, Record, ResultTable, group_by, read_table, split_checkpoint
 
 LEVEL = 0.05

@@ -41,7 +41,7 @@ from eval.features.adapters import TIMM, ImageModel, load_image_model
 from eval.features.encoder import Encoder
 from eval.options import InternalsOptions
 from eval.report.charts import TEMPLATES
-from eval.results import Score
+from eval.results.records import Score
 from eval.tasks import Options
 from eval.tasks.classify import zero_shot
 from eval.tasks.subject import Subject

@@ -206,7 +206,7 @@ COMMANDS = {
     "verify": Command(
         options=VerifyOptions, without=_TASK_OPTIONS | {"skip_existing"}, run="eval.verify:run_verify"
     ),
-    "report": Command(options=ReportOptions, run="eval.report:run_report"),
+    "report": Command(options=ReportOptions, run="eval.report.command:run_report"),
     "compare": Command(options=CompareOptions, run="eval.compare:run_compare"),
     "soup": Command(options=SoupOptions, run="eval.soup:run_soup"),
     "internals": Command(options=InternalsOptions, run="eval.internals:run_internals"),

@@ -35,7 +35,7 @@ from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.options import ScoreOptions, ScoringOptions
 from eval.readers.shards import Members
 from eval.report.terminal import score_table
-from eval.results import (
+from eval.results.records import (
     Score,
     append_results,
     check_appendable,

@@ -12,8 +12,8 @@ from clipkit.formats import is_complete
 from clipkit.samples import TraitCounts
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import Encoder, Ranks
-from eval.results import PREFIX, read_results, weights_id, write_snapshot
 from eval.results.details import take_snapshot
+from eval.results.records import PREFIX, read_results, weights_id, write_snapshot
 from eval.run import evaluate
 from eval.tasks.subject import Subject
 

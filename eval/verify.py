@@ -12,11 +12,11 @@ from rich.table import Table
 from clipkit import distributed
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted
-from eval.datasets import Card, Expected, card_names, load_card, read_card
+from eval.datasets.card import Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import list_some
 from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
 from eval.options import VerifyOptions
-from eval.results import Score
+from eval.results.records import Score
 from eval.run import Results, check_towers, exit_status, find_model, join_ranks, print_errors, score_model
 
 

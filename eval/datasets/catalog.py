@@ -17,7 +17,7 @@ from rich.table import Table
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted, printable
 from clipkit.samples import MissingSplit, are_ids
-from eval.datasets import (
+from eval.datasets.card import (
     Card,
     MetricKind,
     Prompts,

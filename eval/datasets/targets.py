@@ -10,7 +10,7 @@ from clipkit.files import counted, redact_url, user_path
 from clipkit.samples import CLASS_NAMES, are_ids
 from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from eval.datasets import Card, MetricKind, card_names, imagenet_names, load_card, load_suite, read_card
+from eval.datasets.card import Card, MetricKind, card_names, imagenet_names, load_card, load_suite, read_card
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import OpenOptions, open_dataset, open_each
 from eval.readers.benchmarks import read_babel_languages, read_named_languages

@@ -38,8 +38,8 @@ from clipkit.model import (
 )
 from clipkit.samples import NO_TRAITS, PixelRangeError, TraitCounts, Traits
 from eval.datasets.dataset import EvalDataset
-from eval.features import DIGEST_BYTES, FeatureFile, TextFeatures, digest_content
 from eval.features.adapters import ImageModel, text_tower_error
+from eval.features.store import DIGEST_BYTES, FeatureFile, TextFeatures, digest_content
 
 _FORMAT = 6  # of stored features; increased when the same model and image give other features
 _TEXT_PIECE = 8192

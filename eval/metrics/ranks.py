@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.features import release_rows
+from eval.features.store import release_rows
 
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset

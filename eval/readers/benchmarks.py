@@ -51,7 +51,7 @@ from eval.datasets.dataset import (
     read_lines,
     read_text_file,
 )
-from eval.results import parse_json
+from eval.results.records import parse_json
 
 # --------------------------------------------------------------------------------------------------------------
 # SugarCrepe and ARO: a right and a wrong caption for each image.

@@ -19,7 +19,7 @@ from markupsafe import Markup
 
 from clipkit.files import templates
 from eval.metrics import metric_title
-from eval.results import Thumbnail
+from eval.results.records import Thumbnail
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 TONES = 8  # colors of lines and dots

@@ -48,7 +48,7 @@ from eval.report.tables import (
     score_table,
     task_tables,
 )
-from eval.results import PREFIX, Details, Packed, read_all_details
+from eval.results.records import PREFIX, Details, Packed, read_all_details
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, is_same_data
 
 _HEADLINES = 4

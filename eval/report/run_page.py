@@ -35,7 +35,7 @@ from eval.report.charts import (
     smooth_points,
 )
 from eval.report.tables import TableRow, build_row, format_setting, join_words
-from eval.results import (
+from eval.results.records import (
     PREFIX,
     Snapshot,
     find_snapshots,

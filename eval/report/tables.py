@@ -21,7 +21,7 @@ from statistics import fmean
 from typing import TypedDict, Unpack
 
 from clipkit.samples import safe_cell
-from eval.datasets import Published as PublishedScores
+from eval.datasets.card import Published as PublishedScores
 from eval.datasets.dataset import TEST
 from eval.metrics import is_fraction, is_informative, lower_is_better, metric_title
 from eval.report.charts import format_number, format_value
@@ -57,7 +57,7 @@ class Facts(TypedDict, total=False):
         primary: by dataset, its primary metric; by default the first recorded.
         published: by dataset, published numbers in [0, 1] by model or architecture, shown next to the dataset's
             first line; or several sets of them, each shown next to the line of its task, metric and prompts.
-        paper: by dataset, the difference in figure 5 of the CLIP paper, see ``eval.datasets.Paper``.
+        paper: by dataset, the difference in figure 5 of the CLIP paper, see ``eval.datasets.card.Paper``.
     """
 
     suites: Mapping[str, Sequence[str]]

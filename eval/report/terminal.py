@@ -17,7 +17,7 @@ from rich.text import Text
 from clipkit.files import printable
 from eval.metrics import is_fraction, is_informative, is_rank, metric_title
 from eval.report.tables import PLAIN
-from eval.results import Score
+from eval.results.records import Score
 
 WIDTH = 80
 _NAME = 20  # characters of a line of a dataset's name

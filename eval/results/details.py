@@ -29,7 +29,7 @@ from eval.metrics import (
     merge_superclasses,
     top_classes,
 )
-from eval.results import (
+from eval.results.records import (
     Bin,
     Description,
     Details,

@@ -18,7 +18,7 @@ from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import ARCHITECTURES, QUICKGELU, architecture_gflops
 from eval.datasets.dataset import TEST, list_some
-from eval.results import PREFIX, json_lines, parse_finite, parse_integer
+from eval.results.records import PREFIX, json_lines, parse_finite, parse_integer
 
 _FILE_HASH = "sha256:"
 _SCHEME = re.compile(r"^[a-z_]{2,20}:(?=.)")  # "open_clip:" before the name

@@ -14,8 +14,8 @@ from clipkit.files import counted
 from clipkit.model import find_indistinguishable_classes, number_texts
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
 from eval.metrics import METRICS, Answers, get_metric
-from eval.results import Score
 from eval.results.details import zero_shot_details
+from eval.results.records import Score
 from eval.tasks import Options
 from eval.tasks.subject import Outcome, Subject, metric_scores
 

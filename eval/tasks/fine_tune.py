@@ -47,8 +47,8 @@ from data.shards.writer import DatasetWriter, Record
 from eval.datasets.dataset import TEST, EvalDataset, make_distinct, require_labels
 from eval.features.encoder import Encoder, dtype_name
 from eval.metrics import Answers
-from eval.results import read_results
 from eval.results.details import prediction_details
+from eval.results.records import read_results
 from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.probe import NothingToTuneOn, draw_examples, learn_and_tune, training_split, tuning_metric

@@ -26,8 +26,8 @@ from clipkit.model import layer_count
 from clipkit.samples import MissingSplit
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
 from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
-from eval.results import Details, Score
 from eval.results.details import prediction_details
+from eval.results.records import Details, Score
 from eval.tasks import Options
 from eval.tasks.classify import classification_scores, fitting_metrics
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Part, Rows

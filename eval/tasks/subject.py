@@ -17,7 +17,7 @@ from clipkit.samples import MissingSplit
 from eval.datasets.dataset import EvalDataset, prompt_with_bare_names
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.metrics import Metric, get_metric
-from eval.results import Details, Score
+from eval.results.records import Details, Score
 
 _log = logging.getLogger("eval")
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from eval.datasets.dataset import EvalDataset
-from eval.results import Example, Guess, Thumbnail, write_details
 from eval.results.details import prediction_details
+from eval.results.records import Example, Guess, Thumbnail, write_details
 
 __all__ = ["DATASETS", "EVIL", "MODELS", "PNG", "add_details", "line", "made_up", "write"]
 

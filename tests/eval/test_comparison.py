@@ -16,8 +16,8 @@ from eval.datasets.dataset import EvalDataset
 from eval.metrics import compare_correct
 from eval.metrics.classes import mean_per_class_recall, roc_auc
 from eval.metrics.intervals import mcnemar
-from eval.results import pack_values, write_details
 from eval.results.details import item_details, prediction_details
+from eval.results.records import pack_values, write_details
 
 N, C = 400, 5
 LABELS = torch.arange(N) ** 2 % C  # classes of different sizes

@@ -24,7 +24,7 @@ from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval import Encoder, Ranks, Subject
 from eval.features.encoder import dtype_name
-from eval.results import Score, read_results
+from eval.results.records import Score, read_results
 from eval.results.table import read_table
 from tests.eval.conftest import png
 

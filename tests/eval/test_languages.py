@@ -13,7 +13,7 @@ from clipkit import CLIP
 from clipkit.errors import DataError
 from clipkit.model import eval_pixels
 from eval import Encoder, EvalDataset, open_dataset, read_results
-from eval.datasets import parse_card
+from eval.datasets.card import parse_card
 from eval.datasets.targets import find_targets, select_languages
 from eval.features.encoder import ImageFeatures
 from eval.run import Results, run_model

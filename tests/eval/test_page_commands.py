@@ -10,7 +10,7 @@ import pytest
 from clipkit.errors import ConfigError, DataError
 from eval.__main__ import main
 from eval.report import as_csv
-from eval.results import read_details, read_results
+from eval.results.records import read_details, read_results
 from tests.eval.made_up_results import add_details, line, write
 
 

@@ -17,7 +17,7 @@ from PIL import Image
 from clipkit.errors import DataError, Unavailable
 from data.corpora import emoji
 from data.corpora.builtin import BUILTIN
-from eval.datasets import load_card
+from eval.datasets.card import load_card
 from eval.readers import open_dataset
 
 ROOT = Path(__file__).parents[3]

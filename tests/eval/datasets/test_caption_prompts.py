@@ -18,12 +18,13 @@ from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval import read_results
 from eval.__main__ import main
 from eval.compare import compare
-from eval.datasets import load_card
+from eval.datasets.card import load_card
 from eval.datasets.catalog import describe_card
 from eval.datasets.targets import find_targets
-from eval.report import as_csv, list_published
+from eval.report import as_csv
+from eval.report.command import list_published
 from eval.report.tables import score_table
-from eval.results import read_details
+from eval.results.records import read_details
 from eval.results.table import read_table
 from eval.verify import list_expected, open_expected
 from tests.eval.made_up_results import line, write

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from eval import features
-from eval.features import FeatureFile, release_rows
+from eval.features import store
+from eval.features.store import FeatureFile, release_rows
 from eval.metrics.ranks import class_ranks, match_ranks
 
 ROWS, WIDTH = 1 << 15, 512  # 64 MiB
@@ -74,4 +74,4 @@ def test_release_keeps_unmapped_and_used_tensors(file: Path) -> None:
     assert torch.equal(part, mapped(file)[7:9])
     del part
     gc.collect()
-    assert not features._maps
+    assert not store._maps

@@ -16,7 +16,7 @@ from clipkit.errors import ConfigError, DataError
 from data.pack import pack
 from eval import readers
 from eval.__main__ import main
-from eval.datasets import read_card
+from eval.datasets.card import read_card
 from eval.datasets.catalog import new_card
 from eval.datasets.dataset import EvalDataset, check_dataset, file_images, read_lines
 from eval.datasets.targets import find_targets

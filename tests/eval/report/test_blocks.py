@@ -9,8 +9,8 @@ from eval.datasets.dataset import EvalDataset
 from eval.report.charts import Thumbnails
 from eval.report.comparison_page import Block, blocks_html
 from eval.report.tables import format_setting
-from eval.results import Details
 from eval.results.details import prediction_details
+from eval.results.records import Details
 from eval.results.table import Model
 from tests.eval.web_page import Page
 

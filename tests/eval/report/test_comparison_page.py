@@ -17,8 +17,8 @@ from eval.datasets.dataset import EvalDataset
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
 from eval.report.comparison_page import name_family
 from eval.report.tables import read_scores, score_table
-from eval.results import write_details
 from eval.results.details import item_details
+from eval.results.records import write_details
 from eval.results.table import read_table
 from tests.eval.made_up_results import DATASETS, EVIL, MODELS, PNG, add_details, line, made_up, write
 from tests.eval.web_page import Page

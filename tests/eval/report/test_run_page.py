@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 from clipkit.errors import DataError
 from eval.report import build_report
 from eval.report.charts import ChartLine, draw_chart
-from eval.results import Example, Guess, Hit, Matrix, Query, Snapshot, Thumbnail, write_snapshot
+from eval.results.records import Example, Guess, Hit, Matrix, Query, Snapshot, Thumbnail, write_snapshot
 from tests.eval.made_up_results import EVIL, PNG
 from tests.eval.web_page import Page
 

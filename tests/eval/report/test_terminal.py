@@ -12,7 +12,7 @@ from clipkit.files.terminal import printable
 from eval.compare import Difference, ModelComparison, comparison_table
 from eval.metrics import Comparison
 from eval.report.terminal import score_table
-from eval.results import Score
+from eval.results.records import Score
 
 SCORE = Score(
     dataset="digits", task="few-shot", metric="acc1", value=0.5, n=48, low=0.4, high=0.6, chance=0.1

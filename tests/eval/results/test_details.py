@@ -13,8 +13,8 @@ from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import class_ranks, top_classes
 from eval.metrics.classes import expected_calibration_error, top_k_accuracy
-from eval.results import Packed, details_folder, pack_values, read_details, write_details
 from eval.results.details import item_details, prediction_details, zero_shot_details
+from eval.results.records import Packed, details_folder, pack_values, read_details, write_details
 
 N, C, D = 40, 7, 16
 

@@ -17,8 +17,8 @@ from clipkit import CLIP, DataError
 from eval import Encoder, Subject, open_dataset
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import ImageFeatures
-from eval.results import Snapshot, find_snapshots, read_snapshot, write_snapshot
 from eval.results.details import take_snapshot
+from eval.results.records import Snapshot, find_snapshots, read_snapshot, write_snapshot
 from eval.tasks import Options
 from eval.tasks.classify import zero_shot
 

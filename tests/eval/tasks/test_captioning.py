@@ -23,7 +23,7 @@ from eval.__main__ import main
 from eval.compare import compare
 from eval.features.encoder import Ranks
 from eval.report.comparison_page import build_comparison
-from eval.results import read_details
+from eval.results.records import read_details
 from eval.tasks import TASKS, Options, captioning
 from tests.clipkit.term_sums import sum_term
 from tests.eval.conftest import WriteDataset, png

@@ -18,7 +18,7 @@ from clipkit.model.tokenizer import ClipTokenizer
 from eval.datasets.dataset import DEFAULT_TEMPLATES, EvalDataset, require_choices
 from eval.features.encoder import Encoder, ImageFeatures
 from eval.readers import open_dataset
-from eval.results import Score
+from eval.results.records import Score
 from eval.tasks import Options
 from eval.tasks.compositional import compositional
 from eval.tasks.subject import Subject

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from clipkit import CLIP
 from clipkit.errors import DataError
-from eval.results import Score
+from eval.results.records import Score
 from eval.tasks import Options
 from eval.tasks.probe import draw_shots, few_shot, interval_over_seeds, ridge_classifier, shuffle_classes
 from tests.eval.conftest import subject_of

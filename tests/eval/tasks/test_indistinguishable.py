@@ -13,7 +13,7 @@ from clipkit import CLIP
 from clipkit.config import Config
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from eval.__main__ import main
-from eval.datasets import load_card
+from eval.datasets.card import load_card
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import Encoder, Ranks
 from eval.readers import open_dataset

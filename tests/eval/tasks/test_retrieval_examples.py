@@ -14,8 +14,8 @@ from eval.datasets.dataset import EvalDataset
 from eval.metrics import match_ranks
 from eval.report import build_comparison
 from eval.report.charts import Thumbnails, load_macro
-from eval.results import Details, read_details, write_details
 from eval.results.details import retrieval_details
+from eval.results.records import Details, read_details, write_details
 from tests.eval.made_up_results import EVIL, line, write
 from tests.eval.results.test_details import NoImages
 from tests.eval.web_page import Page

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 
-from eval.features import FeatureFile, TextFeatures, digest_content
+from eval.features.store import FeatureFile, TextFeatures, digest_content
 
 WIDTHS = {"projected": 3, "before_projection": 5}
 COUNT = 12
@@ -107,7 +107,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
-from test_feature_store import COUNT, create, write
+from test_store import COUNT, create, write
 file = create(Path(sys.argv[1]))
 print("ready", flush=True)
 while True:

@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 
 from clipkit.errors import DataError
 from data.corpora.builtin import BUILTIN
-from eval.datasets import (
+from eval.datasets.card import (
     Card,
     MetricKind,
     Prompts,
