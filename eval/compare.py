@@ -418,7 +418,7 @@ def _tabulate_differences(comparison: ModelComparison, width: int) -> Group:
     for head in _LEFT_OUT:
         if LEAST_NAME + sum(column + GAP for column in columns.values()) > width:
             del columns[head]
-    kept = [i for i, head in enumerate(_HEADS) if head in columns]
+    shown_columns = [i for i, head in enumerate(_HEADS) if head in columns]
 
     def grid(rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
         """Rows of name, texts and style, whose columns are aligned with those of other grids."""
@@ -428,7 +428,7 @@ def _tabulate_differences(comparison: ModelComparison, width: int) -> Group:
         for column in columns.values():
             table.add_column(justify="right", no_wrap=True, width=column)
         for name, texts, style in rows:
-            table.add_row(name, *(Text(texts[i]) for i in kept), style=style)
+            table.add_row(name, *(Text(texts[i]) for i in shown_columns), style=style)
         return table
 
     sections: dict[str, list[tuple[Text, Difference]]] = {}

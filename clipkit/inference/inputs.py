@@ -353,7 +353,9 @@ def read_image(item: Item) -> bytes:
 
 
 def read_caption(item: Item) -> str:
-    """Read the caption of an item; DataError with a short cause, without the item's name, if there is none.
+    """Read the caption of an item.
+
+    If there is none, raises DataError with a short cause that does not name the item.
 
     A blank line in a list of texts is a valid text, so that row numbers equal line numbers; a blank caption of a
     sample is an error.

@@ -56,7 +56,7 @@ from clipkit.samples.sources import PARQUET_SUFFIXES
 from clipkit.samples.traits import Decoding
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
-NOT_WEIGHT = 0.5  # of what is not wanted
+NOT_WEIGHT = 0.5  # of negative embeddings
 _NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")
 _SHARDS = 16  # whose list of members is kept
 _TABLES = 100 << 20  # bytes of metadata that are kept
@@ -438,8 +438,8 @@ class Embeddings:
         part.check()
         return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
 
-    def vector_of(self, hit: Hit) -> Tensor:
-        """Return the embedding, (O,) of unit norm, of the image or text that a hit of another folder is of."""
+    def find_embedding(self, hit: Hit) -> Tensor:
+        """Return this folder's embedding, (O,) of unit norm, of the image or text of a hit in another folder."""
         has_digests = False
         for part in self._parts:
             table = self._table(part)
@@ -564,11 +564,11 @@ def encode_query(model: CLIP, *, texts: Sequence[str] = (), images: Sequence[Ima
     return [*vectors, *encode_image(list(images), model)] if images else vectors
 
 
-def combine_query(wanted: Sequence[Tensor], unwanted: Sequence[Tensor] = ()) -> Tensor:
-    """Return the mean of the wanted minus half the mean of the unwanted embeddings, (O,) float32, unit norm."""
-    total = torch.stack([*wanted]).mean(dim=0)
-    if unwanted:
-        total = total - NOT_WEIGHT * torch.stack([*unwanted]).mean(dim=0)
+def combine_query(positive: Sequence[Tensor], negative: Sequence[Tensor] = ()) -> Tensor:
+    """Return the mean of the positive minus half the mean of the negative embeddings, (O,) float32, unit norm."""
+    total = torch.stack([*positive]).mean(dim=0)
+    if negative:
+        total = total - NOT_WEIGHT * torch.stack([*negative]).mean(dim=0)
     if not total.isfinite().all():
         raise DataError("an embedding of the query contains NaN or infinity")
     if not total.norm() > 1e-6:
@@ -670,8 +670,8 @@ def run_search(options: SearchOptions) -> int:
         raise ConfigError("nothing to search for: give a text or --image FILE")
     embeddings = Embeddings(options.embeddings, exact=options.exact)
     model = load_model(embeddings, options, options.model)
-    wanted = encode_query(model, texts=texts, images=options.image)
-    query = combine_query(wanted, encode_query(model, texts=options.unwanted))
+    positive = encode_query(model, texts=texts, images=options.image)
+    query = combine_query(positive, encode_query(model, texts=options.unwanted))
     embeddings.refresh()  # loading the model took time, in which files may have been replaced
     if note := stale_note(embeddings):
         print(note, file=sys.stderr)

@@ -136,7 +136,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
         """Return the embedding of a result, in another collection that of the same image."""
         collection, row = parse_result(name)
         hit, vector = collection.embeddings.row(row)
-        return vector if collection is of else of.embeddings.vector_of(hit)
+        return vector if collection is of else of.embeddings.find_embedding(hit)
 
     def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
         for name in (parts.model_extra or {}).keys() - {"token"}:
@@ -151,11 +151,11 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             except DataError as error:  # files of the server, not the query
                 raise HTTPException(503, str(error)) from error
             texts = [text for text in parts.text if text.strip()]
-            wanted = encode_query(collection.model, texts=texts, images=images)
-            wanted += [embedding(name, collection) for name in parts.like]
-            unwanted = encode_query(collection.model, texts=parts.unwanted)
-            unwanted += [embedding(name, collection) for name in parts.unlike]
-            query = combine_query(wanted, unwanted)
+            positive = encode_query(collection.model, texts=texts, images=images)
+            positive += [embedding(name, collection) for name in parts.like]
+            negative = encode_query(collection.model, texts=parts.unwanted)
+            negative += [embedding(name, collection) for name in parts.unlike]
+            query = combine_query(positive, negative)
             filters = [(column, text) for column, _, text in (part.partition(":") for part in parts.where)]
             try:
                 hits = collection.embeddings.search(query, parts.k, filters=filters)

@@ -74,7 +74,7 @@ class Objective(Section):
 
     Attributes:
         summary: a sentence for ``train.py --settings``.
-        all_texts: whether texts are all rows of the text tower, not the batch's captions.
+        texts_are_classes: whether texts are all rows of the text tower, not the batch's captions.
         over_classes: whether these are the classes of ``model.text=classes:FILE``.
         initial_scale: exp(t) of fresh weights; None: the model's own.
         initial_bias: initial value of a trained bias of the logits; None: no bias.
@@ -89,7 +89,7 @@ class Objective(Section):
     """
 
     summary: ClassVar[str]
-    all_texts: ClassVar[bool] = False
+    texts_are_classes: ClassVar[bool] = False
     over_classes: ClassVar[bool] = False
     initial_scale: ClassVar[float | None] = None
     initial_bias: ClassVar[float | None] = None
@@ -143,7 +143,7 @@ class Objective(Section):
 
     def text_rows(self, text: TextArchitecture, batch_size: int) -> int:
         """Return the number of text features with which each image is compared."""
-        return text.vocab_size if self.all_texts else batch_size
+        return text.vocab_size if self.texts_are_classes else batch_size
 
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit; overrides call this one too."""

@@ -20,7 +20,7 @@ class Classes(Objective):
     """Classification by the rows of a class head. The targets' tokens (B, 1) are numbers of classes."""
 
     summary = "softmax over all classes of model.text=classes:FILE, whose names are the captions"
-    all_texts = True
+    texts_are_classes = True
     over_classes = True
     uses_same = False
 

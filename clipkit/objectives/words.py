@@ -20,7 +20,7 @@ class Words(Objective):
     """Prediction of the words of captions. The texts (V, O) are all words of ``model.text=words``."""
 
     summary = "predicts the words of captions, with model.text=words (CLIP's bag-of-words baseline)"
-    all_texts = True
+    texts_are_classes = True
     tiled = True
     uses_same = False
     smooths = False

@@ -563,7 +563,7 @@ def communication_of(work: Workload) -> Communication:
             gradients += sent(ways, count * size)
             gradients += sent(work.world, math.ceil(count / work.world) * work.world * size)
     features = 0.0
-    if not select_objective(config).all_texts:  # otherwise all ranks have all classes
+    if not select_objective(config).texts_are_classes:  # otherwise all ranks have all classes
         rows = config.batch_size * (1 + work.further)
         # features and their gradients, all-reduces of the greatest logits and of the sums of exponentials
         numbers = rows * (2 * work.model.architecture.embed_dim + 4)
@@ -573,7 +573,7 @@ def communication_of(work: Workload) -> Communication:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Resources that a workload needs; FLOPs are None if they are not known.
+    """Resources that a workload needs; FLOPs are None if unknown.
 
     Attributes:
         work: the workload.

@@ -46,7 +46,8 @@ _ADVICE = "for a new run try a lower optim.lr, a longer optim.warmup, optim.skip
 class Outcome:
     """Result of a step; equal on all ranks except ``ids``."""
 
-    totals: Mapping[str, int]  # sums over ranks of what ``Decisions.add`` was given
+    # sums over ranks of the counts in the message of the step
+    totals: Mapping[str, int]
     loss: float
     norm: float  # before clipping
     is_finite: bool  # whether loss and norm are finite, and those of all steps before
@@ -234,7 +235,7 @@ def replay(
     lines = []
     for bf16 in dict.fromkeys((compute.bf16, False)):
         gradients = partial(replace(compute, bf16=bf16).gradients, model, batch, step)
-        finding = find_not_finite(model, gradients, has_captions=not compute.objective.all_texts)
+        finding = find_not_finite(model, gradients, has_captions=not compute.objective.texts_are_classes)
         result = f"all is finite, the loss is {finding.loss:.4f}"
         if finding.where:
             result = f"{finding.where} is not finite"

@@ -493,7 +493,7 @@ class TrainingStep:
 
         # 1. The texts: captions, further and wrong captions behind them; or all rows of the text tower.
         pairs: dict[str, Any] = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
-        if self.objective.all_texts:
+        if self.objective.texts_are_classes:
             rows = self.objective.text_rows(self.shape.text, len(batch.images))
             pairs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
             pairs["lengths"] = None

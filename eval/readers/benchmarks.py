@@ -252,7 +252,9 @@ def _read_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
     images: list[str] = []
     captions: dict[str, list[tuple[str, ...]]] = {}
     text = read_text_file(file, limit=_MAX_TEXT_BYTES) or ""
-    for number, line in enumerate(filter(str.strip, text.split("\n")), start=1):
+    for line_number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
         texts: dict[str, list[str]] = {}
         try:
             entry = parse_json(line)
@@ -262,14 +264,15 @@ def _read_json_lines(folder: Path, name: str) -> tuple[list[str], _Captions]:
             images.append(f"{entry['image/key']}.jpg")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(
-                f"dataset {name}: {file} line {number}: expected image/key and a list of captions for each language"
+                f"dataset {name}: {file} line {line_number}: expected image/key and a list of captions for each "
+                "language"
             ) from error
         if len(images) == 1:
             captions = {language: [] for language in texts}
         if texts.keys() != captions.keys():
             different = min(texts.keys() ^ captions.keys())
             raise DataError(
-                f"dataset {name}: {file} line {number} differs from the first line in language {different}"
+                f"dataset {name}: {file} line {line_number} differs from the first line in language {different}"
             )
         for language in texts:
             captions[language].append(tuple(texts[language]))

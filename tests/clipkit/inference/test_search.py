@@ -176,7 +176,7 @@ def hit_of(path: str, source: str = "", *, directory: str = "", **metadata: Any)
 def index_of(embeddings: Embeddings, hit: Hit) -> int:
     """Number of the row that a hit of another folder is of."""
     rows = np.load(embeddings.folder / "img_emb" / "img_emb_0.npy").astype(np.float32)
-    return int((torch.from_numpy(rows) @ embeddings.vector_of(hit)).argmax())
+    return int((torch.from_numpy(rows) @ embeddings.find_embedding(hit)).argmax())
 
 
 def test_paths_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
@@ -193,14 +193,14 @@ def test_digests_identify_rows_of_other_folders(tmp_path: Path) -> None:
     for row in (0, 1):
         assert index_of(embeddings, hit_of("moved", digest=digests[row])) == row
     with pytest.raises(DataError, match="no embedding of 1"):
-        embeddings.vector_of(hit_of("1", digest="c" * 16))
+        embeddings.find_embedding(hit_of("1", digest="c" * 16))
     with pytest.raises(
         DataError, match="does not record the content of images: write it with clipkit encode"
     ):
-        embeddings.vector_of(hit_of("0"))
+        embeddings.find_embedding(hit_of("0"))
     without = write_table(tmp_path / "clip-retrieval", 2, 0, image_path=["0", "1"])
     with pytest.raises(DataError, match="does not record the content of images"):
-        without.vector_of(hit_of("0", digest=digests[0]))
+        without.find_embedding(hit_of("0", digest=digests[0]))
 
 
 def test_query_that_cancels_out_is_rejected() -> None:
