@@ -137,20 +137,22 @@ def create_architecture(
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
     """Check names without loading a library."""
-    configs = config_files()
-    base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
     if name.startswith(OPEN_CLIP):
+        base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
         if lacks_image_tower(base):
             raise ConfigError(
                 f"{called} = {name!r} is not a CLIP architecture: open_clip's configuration has no image tower or "
                 "no text tower"
             )
-        if base not in configs:
-            hint = nearest(name.removeprefix(OPEN_CLIP), configs)
+        if base not in config_files():
+            hint = nearest(name.removeprefix(OPEN_CLIP), config_files())
             raise ConfigError(f"{called} = {name!r} is not an architecture of open_clip: {hint}")
-    elif base in configs and {name, name.removesuffix(QUICKGELU)}.isdisjoint(ARCHITECTURES):
-        raise ConfigError(f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}")
     else:
+        has_name = name in ARCHITECTURES or name.removesuffix(QUICKGELU) in ARCHITECTURES
+        if not has_name and _remove_quickgelu(name) in config_files():
+            raise ConfigError(
+                f"{called} = {name!r} is an architecture of open_clip: write {OPEN_CLIP + name!r}"
+            )
         get_architecture(name, called=called)
     for tower, setting, kinds in (("image", image, IMAGE_TOWERS), ("text", text, TEXT_TOWERS)):
         if setting and select_tower(setting, kinds) is None:

@@ -13,6 +13,7 @@ from packaging.requirements import Requirement
 
 import clipkit
 from clipkit.files.open_clip import config_files, lacks_image_tower, vocabulary_file
+from clipkit.model.names import check_names
 
 REPOSITORY = Path(__file__).parents[3]
 AUDIO = {"embed_dim": 512, "audio_cfg": {"sample_rate": 48000}, "text_cfg": {"context_length": 77}}
@@ -73,6 +74,19 @@ def test_only_one_file_imports_open_clip() -> None:
         if "open_clip" in imported(file)
     ]
     assert using == [Path("clipkit/files/open_clip.py")]
+
+
+def test_own_architectures_do_not_read_files_of_open_clip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package may be absent on a machine that only measures training steps."""
+
+    def fail() -> None:
+        raise AssertionError("open_clip's configurations were read")
+
+    monkeypatch.setattr("clipkit.model.names.config_files", fail)
+    for name in ("ViT-B-32", "ViT-B-32-quickgelu"):
+        check_names(name)
+    with pytest.raises(AssertionError):
+        check_names("RN50")
 
 
 def test_published_weights_are_looked_up_without_importing_open_clip() -> None:
