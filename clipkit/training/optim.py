@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import unwrap
@@ -222,12 +222,7 @@ class MuonWithAdamW(Uncompiled):
             skip = None
         for group in self.param_groups:
             if group["matrices"]:
-                by_shape: dict[torch.Size, list[Tensor]] = {}
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        by_shape.setdefault(parameter.shape, []).append(parameter)
-                for parameters in by_shape.values():
-                    self._step_matrices(group, parameters, skip)
+                self._step_matrices(group, skip)
         if self._adamw is not None:
             # groups and state are this object's, and may have been replaced by load_state_dict
             self._adamw.param_groups = [group for group in self.param_groups if not group["matrices"]]
@@ -237,61 +232,112 @@ class MuonWithAdamW(Uncompiled):
             self._adamw.step()
         return loss
 
-    def _step_matrices(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor | None) -> None:
-        """Update N matrices (A, B) of one shape; of sharded ones a rank holds (a, B)."""
-        count = len(parameters)
-        first = parameters[0]
-        on_cpu = first.device.type == "cpu"
-        size = 1 if on_cpu else max(1, _LARGE_CHUNK // first.numel())
-        local = local_part(first)
-        directions = local.new_empty((count, *local.shape), dtype=torch.bfloat16)
-
-        def average(chunk: slice) -> None:
-            self._average_gradients(parameters[chunk], skip, out=directions[chunk])
-
-        def orthogonalize_chunk(chunk: slice) -> Tensor:
-            return orthogonalize(matrices[chunk])
-
-        def update(chunk: slice) -> None:
-            weights = [local_part(parameter) for parameter in parameters[chunk]]
-            torch._foreach_mul_(weights, decay)
-            torch._foreach_add_(weights, list(steps[chunk].float().unbind()), alpha=-rate)
-
-        rate = group["lr"] * 0.2 * math.sqrt(max(first.shape))
+    def _step_matrices(self, group: dict[str, Any], skip: Tensor | None) -> None:
+        """Update the matrices of a group, those of one shape together."""
+        by_shape: dict[torch.Size, list[Tensor]] = {}
+        for parameter in group["params"]:
+            if parameter.grad is not None:
+                by_shape.setdefault(parameter.shape, []).append(parameter)
+        parameters = [parameter for stack in by_shape.values() for parameter in stack]
+        if not parameters:
+            return
+        device = parameters[0].device
+        on_cpu = device.type == "cpu"
+        most = 1 if on_cpu else _LARGE_CHUNK
+        sizes = [local_part(parameter).numel() for parameter in parameters]
+        directions = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
+        parts = directions.split(sizes)
         decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
         if skip is not None:
             decay = torch.where(skip, 1.0, decay)
-        parts = split_evenly(count, world_size())
-        part = parts[rank()]
+
+        def average(chunk: slice) -> None:
+            self._average_gradients(parameters[chunk], skip, out=parts[chunk])
+
         # small products do not scale to all cores
         with open_core_pool(torch.get_num_threads()) if on_cpu else nullcontext() as pool:
             run = map if pool is None else pool.map
-            deque(run(average, _chunk_slices(slice(0, count), size)), maxlen=0)
-            matrices = gather_stack(first, directions)  # (N, A, B)
-            results = list(run(orthogonalize_chunk, _chunk_slices(part, size))) or [matrices[part]]
-            matrices = results[0] if len(results) == 1 else torch.cat(results)
-            matrices = gather_rows(matrices, [part.stop - part.start for part in parts])
-            steps = shard_stack(first, matrices)  # (N, a, B)
-            deque(run(update, _chunk_slices(slice(0, count), size)), maxlen=0)
+            deque(run(average, _chunk_slices(sizes, most)), maxlen=0)
+            if skip is not None:
+                directions.masked_fill_(skip, 0)
+            start = 0
+            for stack in by_shape.values():
+                local = local_part(stack[0])
+                end = start + len(stack) * local.numel()
+                local_directions = directions[start:end].view(len(stack), *local.shape)
+                start = end
+                _update_stack(stack, local_directions, group["lr"], decay, run=run, most=most)
 
-    def _average_gradients(self, parameters: list[Tensor], skip: Tensor | None, *, out: Tensor) -> None:
-        """Update the momentum, and write the direction of each local part to ``out`` (N, a, B)."""
+    def _average_gradients(
+        self, parameters: list[Tensor], skip: Tensor | None, *, out: Sequence[Tensor]
+    ) -> None:
+        """Update the momentum, and write the direction of each local part to one of ``out``, which are flat."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        averages = [local_part(self.state[parameter]["momentum_buffer"]) for parameter in parameters]
-        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        averages = [local_part(self.state[parameter]["momentum_buffer"]).view(-1) for parameter in parameters]
+        gradients = [
+            local_part(parameter.grad).reshape(-1) for parameter in parameters if parameter.grad is not None
+        ]
         if skip is not None:  # the average of equal values is the same
-            gradients = list(torch.where(skip, torch.stack(averages), torch.stack(gradients)).unbind())
+            chosen = torch.where(skip, torch.cat(averages), torch.cat(gradients))
+            gradients = list(chosen.split([len(part) for part in out]))
         torch._foreach_lerp_(averages, gradients, 1 - self._momentum)
-        torch._foreach_copy_(list(out.unbind()), torch._foreach_lerp(gradients, averages, self._momentum))
-        if skip is not None:
-            out.masked_fill_(skip, 0)
+        torch._foreach_copy_(out, torch._foreach_lerp(gradients, averages, self._momentum))
 
 
-def _chunk_slices(part: slice, size: int) -> Iterator[slice]:
-    for start in range(part.start, part.stop, size):
-        yield slice(start, min(start + size, part.stop))
+def _update_stack(
+    parameters: list[Tensor],
+    directions: Tensor,
+    lr: float,
+    decay: float | Tensor,
+    *,
+    run: Callable[..., Iterable[Any]],
+    most: int,
+) -> None:
+    """Update N matrices (A, B) of one shape; if they are sharded, this rank holds (a, B) of each.
+
+    Args:
+        parameters: the matrices.
+        directions: (N, a, B), bfloat16.
+        lr: learning rate.
+        decay: factor of the weights.
+        run: ``map``, or one that computes several chunks at a time.
+        most: number of values of a chunk.
+    """
+
+    def orthogonalize_chunk(chunk: slice) -> Tensor:
+        return orthogonalize(own[chunk])
+
+    def update(chunk: slice) -> None:
+        weights = [local_part(parameter) for parameter in parameters[chunk]]
+        torch._foreach_mul_(weights, decay)
+        torch._foreach_add_(weights, list(steps[chunk].float().unbind()), alpha=-rate)
+
+    count = len(parameters)
+    first = parameters[0]
+    rate = lr * 0.2 * math.sqrt(max(first.shape))
+    split = split_evenly(count, world_size())
+    own = gather_stack(first, directions)[split[rank()]]  # of (N, A, B)
+    results = list(run(orthogonalize_chunk, _chunk_slices([first.numel()] * len(own), most))) or [own]
+    result = results[0] if len(results) == 1 else torch.cat(results)
+    result = gather_rows(result, [part.stop - part.start for part in split])
+    steps = shard_stack(first, result)  # (N, a, B)
+    deque(run(update, _chunk_slices([first.numel()] * count, most)), maxlen=0)
+
+
+def _chunk_slices(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """Divide a sequence into consecutive parts of at most ``most`` values, or of one element."""
+    start = 0
+    total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield slice(start, i)
+            start = i
+            total = 0
+        total += size
+    if start < len(sizes):
+        yield slice(start, len(sizes))
 
 
 def orthogonalize(matrices: Tensor) -> Tensor:

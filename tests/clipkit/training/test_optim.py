@@ -500,13 +500,10 @@ def test_muon_decides_on_the_device(is_skipped: bool) -> None:
     chosen = [group for group in mine.param_groups if group["matrices"]]
     with torch.no_grad(), NoReads():  # type: ignore[no-untyped-call]
         for group in chosen:
-            by_shape: dict[torch.Size, list[torch.Tensor]] = {}
             for parameter in group["params"]:
                 if is_skipped:
                     parameter.grad.fill_(torch.inf)
-                by_shape.setdefault(parameter.shape, []).append(parameter)
-            for parameters in by_shape.values():
-                mine._step_matrices(group, parameters, torch.tensor(is_skipped))
+            mine._step_matrices(group, torch.tensor(is_skipped))
     names = {id(parameter): name for name, parameter in ours.named_parameters()}
     expected, state = dict(theirs.named_parameters()), optimizer_tensors(theirs, reference)
     for parameter in (parameter for group in chosen for parameter in group["params"]):
