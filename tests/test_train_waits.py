@@ -82,6 +82,15 @@ def test_no_step_waits(case: str, forked: Forked, data: Path, tmp_path: Path) ->
     assert not any("gather_row_counts" in name for name in counts)
 
 
+@pytest.mark.parametrize("name", ["clip", "siglip"])
+def test_prefixes_exchange_texts_once(name: str, forked: Forked, data: Path, tmp_path: Path) -> None:
+    """Ranks exchange the features of captions and their gradients once for the whole embedding and all prefixes."""
+    settings = (*CASES["prefixes"], f"loss.name={name}")
+    counts = events(forked, data, tmp_path / "run", RANKS, *settings)
+    assert counts["allgather_base in distributed.start_gathering"] == 1
+    assert counts["reduce_scatter_base in distributed.scatter_row_sums"] == 1
+
+
 @pytest.mark.parametrize("settings", [(), ("loss.name=siglip", "loss.dims=[8,16]"), ("caption.weight=1",)])
 def test_texts_are_sent_while_images_are_encoded(
     settings: tuple[str, ...], forked: Forked, data: Path, tmp_path: Path

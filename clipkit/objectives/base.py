@@ -52,7 +52,7 @@ class Targets:
         smoothing: the setting ``loss.smoothing``.
         negatives: (B,) bool, images with a wrong caption of their own, whose features follow those of the captions;
             None without ``data.negatives``.
-        all_texts: (N, O) features of the captions of all ranks, no gradient, for an objective with
+        all_texts: (N, O) features of the captions of all ranks, which get the gradient, for an objective with
             ``gathers_captions``; None: not gathered yet.
         precision: the setting ``loss.precision``.
     """

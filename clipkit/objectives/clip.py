@@ -70,7 +70,7 @@ def clip_loss(
         negatives: (B, O) features of a wrong caption of each image, and (B,) bool whether the image has one; such a
             text is one more in the softmax of its image (NegCLIP; Yuksekgonul et al. 2023,
             https://arxiv.org/abs/2210.01936). Given on all ranks or on none.
-        all_texts: (N, O) float32 text features of all ranks, if they are gathered already.
+        all_texts: (N, O) float32 text features of all ranks, if they are gathered already; they get the gradient.
         precision: of products on NVIDIA GPUs: "float32", or "tf32" with an error of about 2⁻¹² of each factor.
 
     Returns:
@@ -94,7 +94,7 @@ def clip_loss(
         all_texts = batch.gather(texts) if all_texts is None else all_texts
         scale = logit_scale.to(images.dtype)
         loss: Tensor = _Contrastive.apply(
-            images, texts, scale, wrong, has_negative, all_texts, batch, pairs, smoothing
+            images, all_texts, scale, wrong, has_negative, batch, pairs, smoothing
         )
         return loss
 
@@ -106,11 +106,10 @@ class _Contrastive(torch.autograd.Function):
     def forward(
         ctx: Any,
         images: Tensor,
-        texts: Tensor,
+        all_texts: Tensor,
         scale: Tensor,
         wrong: Tensor | None,
         has_negative: Tensor | None,
-        all_texts: Tensor,
         batch: GlobalBatch,
         pairs: PositivePairs,
         smoothing: float,
@@ -136,7 +135,7 @@ class _Contrastive(torch.autograd.Function):
         if smoothing:
             mean_image = sum_over_ranks(images.sum(0)) / batch.size
             # mean logits of row and column
-            uniform = scale * (images @ all_texts.mean(0) + texts @ mean_image)
+            uniform = scale * (images @ all_texts.mean(0) + all_texts[batch.local_rows] @ mean_image)
             targets = torch.lerp(targets, uniform, smoothing)
         above = by_row[0] + text_sums[0] - targets
         return batch.mean(above + (by_row[1] * text_sums[1]).log()) / 2
@@ -155,7 +154,7 @@ class _Contrastive(torch.autograd.Function):
             ctx.pairs.subtract_targets(slopes, tile)
             feature_gradients.add(slopes, tile)
         factor = gradients[0] * ctx.batch.weight * rest / 2
-        grad_images, grad_texts, grad_scale = feature_gradients.combine_ranks(factor)
+        grad_images, grad_texts, grad_scale = feature_gradients.finish(factor)
         grad_wrong = None
         if wrong is not None:
             factor = gradients[0] * ctx.batch.weight / 2
@@ -164,7 +163,7 @@ class _Contrastive(torch.autograd.Function):
             slopes = (slopes * scale)[:, None]
             grad_wrong = slopes * images
             grad_images = None if grad_images is None else grad_images + slopes * wrong
-        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None, None
+        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None
 
 
 class Clip(Objective):

@@ -76,7 +76,8 @@ def distillation_loss(
         teacher = (teacher_image_features, teacher_text_features, teacher_logit_scale)
         converted = [tensor.detach().to(like) for tensor in teacher]
         scale = logit_scale.to(images.dtype)
-        loss: Tensor = _Divergence.apply(images, texts, scale, *converted, GlobalBatch(images))
+        batch = GlobalBatch(images)
+        loss: Tensor = _Divergence.apply(images, batch.gather(texts), scale, *converted, batch)
         return loss
 
 
@@ -87,14 +88,14 @@ class _Divergence(torch.autograd.Function):
     def forward(
         ctx: Any,
         images: Tensor,
-        texts: Tensor,
+        all_texts: Tensor,
         scale: Tensor,
         teacher_images: Tensor,
         teacher_texts: Tensor,
         teacher_scale: Tensor,
         batch: GlobalBatch,
     ) -> Tensor:
-        all_texts, all_teacher_texts = batch.gather(texts), batch.gather(teacher_texts)  # (N, O), (N, P)
+        all_teacher_texts = batch.gather(teacher_texts)  # (N, P)
         by_row, teacher_by_row = images.new_empty(2, 2, len(images))
         row_means = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
         columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
@@ -134,7 +135,7 @@ class _Divergence(torch.autograd.Function):
             slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             slopes -= sum_softmaxes(teacher_logits, teacher_by_row[:, tile], teacher_by_column)
             feature_gradients.add(slopes, tile)
-        return *feature_gradients.combine_ranks(gradients[0] * ctx.batch.weight / 2), None, None, None, None
+        return *feature_gradients.finish(gradients[0] * ctx.batch.weight / 2), None, None, None, None
 
 
 def _logarithm(sums: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def siglip_loss(
         pairs = positive_pairs(batch, images, identities, same)
         all_texts = batch.gather(texts) if all_texts is None else all_texts
         differentiated = torch.is_grad_enabled()
-        loss: Tensor = _Sigmoid.apply(images, texts, scale, bias, all_texts, batch, pairs, differentiated)
+        loss: Tensor = _Sigmoid.apply(images, all_texts, scale, bias, batch, pairs, differentiated)
         if negatives is not None:
             wrong, has_negative = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
@@ -92,10 +92,9 @@ class _Sigmoid(torch.autograd.Function):
     def forward(
         ctx: Any,
         images: Tensor,
-        texts: Tensor,
+        all_texts: Tensor,
         scale: Tensor,
         bias: Tensor,
-        all_texts: Tensor,
         batch: GlobalBatch,
         pairs: PositivePairs,
         differentiated: bool,
@@ -114,16 +113,14 @@ class _Sigmoid(torch.autograd.Function):
                 grad_bias += slopes.sum()
                 feature_gradients.add(slopes, tile)
         if differentiated:
-            ctx.save_for_backward(
-                *feature_gradients.combine_ranks(batch.weight), grad_bias.mul_(batch.weight)
-            )
+            ctx.save_for_backward(*feature_gradients.finish(batch.weight), grad_bias.mul_(batch.weight))
         return batch.mean(row_losses)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_inputs = [None if grad is None else grad * gradients[0] for grad in ctx.saved_tensors]
-        return *grad_inputs, None, None, None, None
+        return *grad_inputs, None, None, None
 
 
 class SigLip(Objective):

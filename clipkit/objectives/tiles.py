@@ -13,11 +13,13 @@ Letters: B rows of this rank, N rows of all ranks, O embedding dimension, R rows
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from clipkit.distributed import (
     gather_row_counts,
@@ -51,12 +53,9 @@ class GlobalBatch:
         self.local_rows = slice(first, first + len(rows))  # this rank's among all
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Return all ranks' (N, …) rows from each rank's (B, …); no gradient."""
-        return gather_rows(rows, self._counts)
-
-    def scatter_sums(self, rows: Tensor) -> Tensor:
-        """Return this rank's (B, …) rows of the sum over ranks of (N, …); no gradient."""
-        return scatter_row_sums(rows, self._counts)
+        """Return all ranks' (N, …) rows from each rank's (B, …)."""
+        gathered: Tensor = _Gathered.apply(rows, partial(gather_rows, rows, self._counts), self._counts)
+        return gathered
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the mean over all rows of a (B,) value of each, a scalar that is the same on all ranks."""
@@ -72,6 +71,20 @@ class GlobalBatch:
         return world_size() / self.size
 
 
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks; the gradient of a rank's rows is the sum of what all ranks computed for them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, wait: Callable[[], Tensor], counts: list[int]) -> Tensor:
+        ctx.counts = counts
+        return wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return scatter_row_sums(gradients[0], ctx.counts), None, None
+
+
 class CaptionGathering:
     """Gathers the text features of captions from all ranks, once for all losses of a step.
 
@@ -84,18 +97,26 @@ class CaptionGathering:
     def __init__(self, *, has_negatives: bool) -> None:
         self._has_negatives = has_negatives
         self._wait: Callable[[], Tensor] | None = None
+        self._counts: list[int] = []
 
     def start(self, texts: Tensor) -> None:
         """Send this rank's features; does not wait."""
-        captions = texts.chunk(2)[0] if self._has_negatives else texts
-        self._wait = start_gathering(captions, gather_row_counts(len(captions)))
+        captions = self._captions(texts)
+        self._counts = gather_row_counts(len(captions))
+        self._wait = start_gathering(captions, self._counts)
 
     def finish(self, texts: Tensor) -> Tensor:
-        """Return the (N, O) features of all ranks, no gradient; starts with this rank's unless it has started."""
+        """Return the (N, O) features of all ranks; starts with this rank's unless it has started.
+
+        Ranks exchange gradients once, however many losses use the features.
+        """
         if self._wait is None:
             self.start(texts)
-        assert self._wait is not None
-        return self._wait()
+        gathered: Tensor = _Gathered.apply(self._captions(texts), self._wait, self._counts)
+        return gathered
+
+    def _captions(self, texts: Tensor) -> Tensor:
+        return texts.chunk(2)[0] if self._has_negatives else texts
 
 
 def mean_over_rows(losses: Tensor, features: Tensor) -> Tensor:
@@ -200,8 +221,7 @@ class FeatureGradients:
         images: (B, O) this rank's.
         all_texts: (N, O).
         scale: scalar.
-        needed: which of images, texts and scale require a gradient, the same on all ranks; a locked tower saves a
-            product.
+        needed: which of images, texts and scale require a gradient; a locked tower saves a product.
     """
 
     def __init__(
@@ -221,8 +241,8 @@ class FeatureGradients:
             if self._grad_texts is not None:
                 self._grad_texts.addmm_(slopes.T, self._images[tile])
 
-    def combine_ranks(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
-        """Return the gradients of images (B, O), texts (B, O) and scale, times a factor."""
+    def finish(self, factor: Tensor | float) -> tuple[Tensor | None, Tensor | None, Tensor]:
+        """Return this rank's gradients of images (B, O), all texts (N, O) and scale, times a factor."""
         if self._grad_images is not None:
             grad_scale = (self._grad_images * self._images).sum()
         else:
@@ -232,7 +252,7 @@ class FeatureGradients:
         if self._needed[0] and self._grad_images is not None:
             grad_images = self._grad_images.mul_(factor * self._scale)
         if self._grad_texts is not None:
-            grad_texts = self._batch.scatter_sums(self._grad_texts).mul_(factor * self._scale)
+            grad_texts = self._grad_texts.mul_(factor * self._scale)
         return grad_images, grad_texts, (factor * grad_scale).reshape(self._scale.shape)
 
 

@@ -246,7 +246,7 @@ class MuonWithAdamW(Uncompiled):
         most = 1 if on_cpu else _LARGE_CHUNK
         sizes = [local_part(parameter).numel() for parameter in parameters]
         directions = torch.empty(sum(sizes), dtype=torch.bfloat16, device=device)
-        parts = directions.split(sizes)
+        parts = list(directions.split(sizes))
         decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
         if skip is not None:
             decay = torch.where(skip, 1.0, decay)
@@ -268,9 +268,7 @@ class MuonWithAdamW(Uncompiled):
                 start = end
                 _update_stack(stack, local_directions, group["lr"], decay, run=run, most=most)
 
-    def _average_gradients(
-        self, parameters: list[Tensor], skip: Tensor | None, *, out: Sequence[Tensor]
-    ) -> None:
+    def _average_gradients(self, parameters: list[Tensor], skip: Tensor | None, *, out: list[Tensor]) -> None:
         """Update the momentum, and write the direction of each local part to one of ``out``, which are flat."""
         for parameter in parameters:
             if not self.state[parameter]:
