@@ -105,7 +105,11 @@ def build_model(
     A run that resumes keeps the preprocessing of its newest checkpoint. ``notes`` gets lines about weights that are
     not used.
     """
-    model = build.first_model(config, shape, checkpoint=newest, say=notes.append)
+    first_model = partial(build.first_model, config, shape, checkpoint=newest, say=notes.append)
+    if config.sharding == "none" or not shape.is_native:
+        model = first_model()
+    else:  # rank 0 sends the weights, see ``parallel.shard``
+        model = distributed.build_on_rank0(first_model, parallel.without_values)
     if newest is None:
         model.preprocess = training_data.trained_preprocess(model.preprocess, config.pixels, data.packed)
     else:

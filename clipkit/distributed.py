@@ -4,6 +4,7 @@ Without a process group, all functions behave as for a single process.
 """
 
 import os
+import pickle
 import re
 import resource
 import signal
@@ -34,6 +35,7 @@ from clipkit.errors import ClipkitError, ConfigError, tell_torchrun
 # where they occur.
 
 Answer = TypeVar("Answer")
+Built = TypeVar("Built")
 
 # names since torch 2.14, where the others are deprecated
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -145,6 +147,7 @@ _TIMEOUT = timedelta(minutes=10)  # until the first step is made, which may comp
 _STEP_TIMEOUT = timedelta(minutes=5)  # between steps: only for the data of another rank
 _SAVE_TIMEOUT = timedelta(hours=1)  # while rank 0 saves or scores
 _LONG_TIMEOUT = timedelta(hours=6)  # for a background thread that waits while large shards are joined
+_groups: list[dist.ProcessGroup] = []  # further groups, whose timeout changes too
 _is_long = True  # whether the timeout is one of those that are longer than a step's
 _failures: Failures | None = None  # notes of the process group
 _store: Store | None = None  # store of the rendezvous
@@ -381,11 +384,21 @@ def barrier() -> None:
         dist.barrier()
 
 
+def share_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Let ranks wait in further groups as long as in that of all ranks, see ``allow_long_waits``."""
+    _groups.extend(groups)
+
+
+def _limit_waits(timeout: timedelta) -> None:
+    for group in (None, *_groups):
+        _set_timeout(timeout, group)
+
+
 def allow_long_waits() -> None:
     """Let ranks wait for each other until ``end_long_waits``, as for rank 0 that saves or scores alone."""
     global _is_long
     if world_size() > 1:
-        _set_timeout(_SAVE_TIMEOUT)
+        _limit_waits(_SAVE_TIMEOUT)
         _is_long = True
 
 
@@ -395,7 +408,7 @@ def end_long_waits() -> None:
     if world_size() > 1 and _is_long:
         # on the CPU, so that a rank with a GPU sends nothing more until then
         dist.all_reduce(torch.zeros(()))
-        _set_timeout(_STEP_TIMEOUT)
+        _limit_waits(_STEP_TIMEOUT)
         _is_long = False
 
 
@@ -460,6 +473,17 @@ def broadcast_bytes(content: bytes) -> bytes:
         data = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(data, src=0)
     return data.numpy().tobytes()
+
+
+def build_on_rank0(build: Callable[[], Built], outline: Callable[[Built], Built]) -> Built:
+    """Return the object that ``build`` returns on rank 0, and its ``outline``, pickled, on other ranks."""
+    if rank() == 0:
+        built = build()
+        if world_size() > 1:
+            broadcast_bytes(pickle.dumps(outline(built)))
+        return built
+    received: Built = pickle.loads(broadcast_bytes(b""))
+    return received
 
 
 def max_over_ranks(values: Tensor) -> Tensor:

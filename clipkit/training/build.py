@@ -22,7 +22,6 @@ from clipkit.config import (
     SmallConfig,
     require,
 )
-from clipkit.distributed import rank
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
@@ -171,10 +170,9 @@ def first_model(
 
     A run that resumes takes tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no longer
     exist, unless the run trains adapters of them. Models of clipkit's own towers are then on the meta device:
-    their weights are read by ``clipkit.training.checkpoint.load_training``. With sharding, only rank 0 draws
-    initial weights; other ranks build the model on the meta device. ``say`` gets a line if ``model.weights`` is
-    not read, and if the decoder of captions starts with fresh weights, because those given have none or another
-    one.
+    their weights are read by ``clipkit.training.checkpoint.load_training``. ``say`` gets a line if
+    ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because those given
+    have none or another one.
     """
     model, small, lora, seed = config.model, config.small, config.lora, config.seed
     extend = config.pixels.extend
@@ -233,12 +231,7 @@ def first_model(
         rgb = shape
         if model.image_weights and shape.vision.channels != 3:
             rgb = replace(shape, vision=shape.vision.replace_channels(3))
-        draws = not rank() or config.sharding == "none" or not shape.is_native
-        if not draws and not model.new_head and not model.image_weights:
-            with torch.device("meta"):  # rank 0 sends its weights, see ``clipkit.training.parallel.shard``
-                first = CLIP(rgb, name=model.label)
-        else:
-            first = create(rgb, name=model.label, seed=seed)
+        first = create(rgb, name=model.label, seed=seed)
         fresh = True
         if model.tokenizer:
             first.tokenizer = open_trained_tokenizer(model.tokenizer, shape.text.context_length)

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.config import Config
-from clipkit.distributed import broadcast_buffers, rank, ranks_of_host, sum_over_ranks, world_size
+from clipkit.distributed import (
+    broadcast_buffers,
+    rank,
+    ranks_of_host,
+    share_timeout,
+    sum_over_ranks,
+    world_size,
+)
 from clipkit.errors import ConfigError
 from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import CrossAttentionBlock
@@ -105,6 +112,7 @@ def shard(
     else:
         shape = (world // per_host, per_host)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("hosts", "ranks"))
+    share_timeout(mesh.get_all_groups())
     apply_fsdp(model, mesh, gather_bf16=gather_bf16, reshard=reshard)
     model.to_empty(device=device)
     model.reset_constants()

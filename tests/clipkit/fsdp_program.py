@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipkit import distributed
 from clipkit.batch import Batch
 from clipkit.config import LossConfig, load_config
+from clipkit.formats.checkpoint import save_model
+from clipkit.model import create_architecture
 from clipkit.model.architectures import Adapters, Architecture, Decoder, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import add_adapters
@@ -89,7 +92,14 @@ def main() -> None:
             assert torch.equal(found[parameter], gradient), (name, parameter)
         print(name, former_bytes, found_bytes, sep=",")
     print("unused", 0, unused_gathers(), sep=",")
-    check_fresh_start()
+    check_first_weights("small.steps=2", "small.image_size=8", "loss.name=siglip")
+    with TemporaryDirectory() as folder:
+        path = Path(distributed.gather_objects(folder)[0], "model")
+        if distributed.rank() == 0:
+            save_model(create(create_architecture("ViT-Ti-4-16"), name="ViT-Ti-4-16", seed=3), path)
+        distributed.barrier()
+        check_first_weights(f"model.weights={path}")
+        distributed.barrier()
     distributed.stop()
     sys.stdout.flush()
 
@@ -160,19 +170,26 @@ def compute(name: str, shape: Architecture, apply: Any) -> tuple[dict[str, Tenso
     return gradients, gathers.bytes
 
 
-def check_fresh_start() -> None:
-    """Assert that only rank 0 draws weights, and that all ranks get the rows of an unsharded model."""
-    small = ("small.steps=2", "small.image_size=8", "model.name=ViT-Ti-4-16", "loss.name=siglip", "steps=9")
-    config = load_config(QUICKSTART, ["sharding=full", *small])
+def check_first_weights(*settings: str) -> None:
+    """Assert that only rank 0 draws or reads weights, and that all ranks get the rows of an unsharded model."""
+    config = load_config(QUICKSTART, ["sharding=full", "model.name=ViT-Ti-4-16", "steps=9", *settings])
     shape = select_shape(config)
-    first = first_model(config, shape)
+    build = partial(first_model, config, shape)
+    first = distributed.build_on_rank0(build if distributed.rank() == 0 else no_weights, without_values)
     assert first.logit_scale.is_meta == (distributed.rank() > 0)
     sharded = prepare(first, config, CPU, sharding="full", bf16=False, terms={})
-    whole = first_model(replace(config, sharding="none"), shape).state_dict()
-    assert whole.keys() == sharded.state_dict().keys()
+    whole = build()
+    assert (first.name, first.preprocess, first.training) == (whole.name, whole.preprocess, whole.training)
+    assert torch.equal(first.tokenizer(["a cat"]), whole.tokenizer(["a cat"]))
+    weights = whole.state_dict()
+    assert weights.keys() == sharded.state_dict().keys()
     for name, tensor in sharded.state_dict().items():
         rows = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        assert torch.equal(rows, whole[name]), name
+        assert torch.equal(rows, weights[name]), name
+
+
+def no_weights() -> CLIP:
+    raise AssertionError("only rank 0 builds the model")
 
 
 def no_teacher() -> Teaching:

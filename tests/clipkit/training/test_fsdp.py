@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from clipkit import distributed
 from clipkit.config import Config, ModelConfig
 from clipkit.model.architectures import ARCHITECTURES, PixelTower
 from clipkit.model.clip import CLIP, create
@@ -106,6 +108,24 @@ def test_estimated_activations_are_what_autograd_saves() -> None:
     # a replicated model keeps a copy of all matrices
     replicated = memory_of(replace(work, config=Config(batch_size=8 * rows)), costs).activations
     assert replicated is not None and replicated > 1.1 * expected
+
+
+@pytest.mark.usefixtures("eight_ranks")
+def test_groups_of_a_mesh_have_the_timeout_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And wait as long as rank 0 saves or scores, as the group of all ranks does."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(distributed, "_groups", [])
+    timeouts: dict[dist.ProcessGroup | None, timedelta] = {}
+    monkeypatch.setattr(distributed, "_set_timeout", lambda timeout, group: timeouts.update({group: timeout}))
+    whole = create("ViT-Ti-4-16", seed=0)
+    shard(without_values(whole), None, "hybrid", device=torch.device("cpu"))
+    for change, timeout in (
+        (distributed.allow_long_waits, distributed._SAVE_TIMEOUT),
+        (distributed.end_long_waits, distributed._STEP_TIMEOUT),
+    ):
+        change()
+        sizes = [8 if group is None else group.size() for group in timeouts]
+        assert sorted(sizes) == [2, 4, 8] and set(timeouts.values()) == {timeout}
 
 
 @pytest.mark.parametrize("feed", ["tokens", "text", "shared"])
