@@ -17,6 +17,8 @@ from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.model.towers import Packed
 from clipkit.training.parallel import compile_blocks, recompute_blocks
+from tests.clipkit.compile_program import count_graphs
+from tests.forked import Forked
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
@@ -106,6 +108,37 @@ def test_packed_texts_are_compiled_once(tiny: CLIP, monkeypatch: pytest.MonkeyPa
     for length in range(4, 10):
         compared(plain, tiny, length, count=2 + length % 3)
     assert graphs() - before == 4
+
+
+CASES = (
+    "model.patch_dropout=0.5",
+    "model.patch_dropout=0.5 accumulate=2 recompute=1",
+    "caption.weight=1 masked.weight=1",
+    "views.weight=1 optim.average=0.9",
+)
+
+
+@pytest.mark.parametrize("settings", CASES)
+def test_no_later_step_compiles(settings: str) -> None:
+    graphs = count_graphs(4, *settings.split())
+    assert graphs[0] > 0 and graphs == graphs[:1] * 4
+
+
+def test_unfreezing_compiles_three_times() -> None:
+    """Blocks below, at and above the lowest one that is trained have graphs of their own."""
+    graphs = count_graphs(6, "lock.unfreeze_every=1")
+    assert graphs[2] < graphs[3] == graphs[-1] <= 12
+
+
+@pytest.mark.slow
+def test_no_later_step_of_two_ranks_compiles(forked: Forked) -> None:
+    cases = ("sharding=none", "sharding=full", "sharding=full recompute=1 accumulate=2")
+    for ended in forked.ranks("tests/clipkit/compile_program.py", "4", *cases, world=2):
+        lines = ended.stdout.splitlines()
+        assert len(lines) == len(cases)
+        for line in lines:
+            graphs = line.split()
+            assert graphs[0] != "0" and graphs == graphs[:1] * 4
 
 
 @pytest.mark.long
