@@ -34,6 +34,7 @@ from clipkit.samples.depth import (
     Bands,
     gray_values,
     has_deep_colors,
+    has_swapped_bytes,
     has_unread_planes,
     is_deep,
     is_white_zero,
@@ -207,7 +208,7 @@ def _is_beyond_pillow(tiff: bytes, rule: Decoding) -> bool:
         return True
     if len(image.getbands()) == 1 and samples_per_pixel(image) > 1:  # Pillow would read the first band
         return True
-    if has_unread_planes(image):
+    if has_unread_planes(image) or (tiff.startswith(b"MM") and has_swapped_bytes(image)):
         return True
     return image.mode == "RGB" and has_deep_colors(image) and rule.pixel_range not in ("auto", STRETCH)
 
@@ -413,7 +414,7 @@ def pillow_errors() -> Iterator[None]:
         except Image.DecompressionBombError as error:
             raise DataError(f"image has more than {MAX_PIXELS} pixels") from error
         except PILLOW_ERRORS as error:
-            raise DataError(f"image does not decode: {error}") from error
+            raise DataError(f"image does not decode: {' '.join(str(error).split())}") from error
 
 
 class _Silence:

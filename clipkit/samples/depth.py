@@ -198,6 +198,14 @@ def has_unread_planes(image: "Image") -> bool:
     return is_premultiplied or image.mode == "LA" or _tiff_tag(image, _BITS, default=1) > 8
 
 
+def has_swapped_bytes(image: "Image") -> bool:
+    """Check whether Pillow would swap the bytes of a big-endian TIFF that libtiff has already swapped.
+
+    It does so with compressed values of 32 bits and signed ones of 16 bits.
+    """
+    return image.mode in ("I", "F") and _tiff_tag(image, _COMPRESSION, default=_UNCOMPRESSED) != _UNCOMPRESSED
+
+
 def is_beyond_png(image: "Image") -> bool:
     """Check whether a PNG would lose bits, channels or pages of a loaded TIFF."""
     if getattr(image, "is_animated", False):
@@ -273,7 +281,8 @@ def _scale(values: "npt.NDArray[Any]", pixel_range: PixelRange) -> tuple["npt.ND
     clamped = False
     rows = max(1, _BLOCK // max(1, width * bands))
     for start in range(0, height, rows):
-        block = values[start : start + rows].astype(np.float64)
+        with np.errstate(invalid="ignore"):  # signaling NaN
+            block = values[start : start + rows].astype(np.float64)
         inside = (block >= low) & (block <= high)  # False for NaN
         clamped = clamped or not inside.all()
         block = np.where(np.isnan(block), low, np.clip(block, low, high))

@@ -11,6 +11,7 @@ Letters: H height, W width, B bands.
 """
 
 import io
+import logging
 import re
 import stat
 import zipfile
@@ -177,6 +178,8 @@ def register_heif() -> None:
 
 
 def _import_extra(module: str, name: str) -> Any:
+    # the libraries log what is unusual in a file, for each image
+    logging.getLogger(module).setLevel(logging.CRITICAL)
     try:
         return import_module(module)
     except ImportError as error:

@@ -276,10 +276,10 @@ def upright_image(image: "Image", orientation: int) -> "Image":
 
 
 def upright_array(pixels: "npt.NDArray[Any]", orientation: int) -> "npt.NDArray[Any]":
-    """Apply an EXIF orientation to (H, W, C) pixels; the result is contiguous."""
+    """Apply an EXIF orientation to (H, W, C) pixels, if it is from 2 to 8; the result is contiguous."""
     import numpy as np
 
-    if orientation == 1:
+    if orientation not in _TRANSPOSE:
         return pixels
     if orientation >= 5:
         pixels = pixels.swapaxes(0, 1)

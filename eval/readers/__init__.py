@@ -83,7 +83,7 @@ def _has_samples(place: Path | str, split: str) -> bool:
     if isinstance(place, str):
         return True
     if place.is_file():
-        return place.suffix in PARQUET_SUFFIXES
+        return place.suffix in (".tar", *PARQUET_SUFFIXES)
     for name in (split, *SPLIT_NAMES):
         with suppress(MissingSplit):
             find_split(place, name, (".tar", *PARQUET_SUFFIXES))
@@ -283,7 +283,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
     if source in BUILTIN and not Path(source).is_dir():
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
-    if path.is_dir() or is_table(path):
+    if path.is_dir() or is_table(path) or (path.suffix == ".tar" and path.is_file()):
         full_path = path.resolve()
         stem = full_path.stem if path.is_file() else full_path.name
         parents = [part for part in full_path.parts[:-1] if part != full_path.anchor]
@@ -297,7 +297,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
             return _Located(source=match, place=place, parts=(source.replace("/", "-"),))
         under = f", nor a dataset under {redact_url(str(root))}"
     hint = nearest(shortened, BUILTIN)
-    raise DataError(f"no dataset {shortened!r}: it is no folder or table, nor built in ({hint}){under}")
+    raise DataError(f"no dataset {shortened!r}: it is no folder, tar or table, nor built in ({hint}){under}")
 
 
 def _make_unique_names(located: Sequence[_Located]) -> list[str]:

@@ -48,7 +48,7 @@ from clipkit.samples import (
     join_place,
     usable_texts,
 )
-from clipkit.samples.remote import ShardFile, Unreachable, list_folder
+from clipkit.samples.remote import ShardFile, Unreachable, describe_files, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import (
@@ -455,10 +455,14 @@ def _is_dataset(address: str) -> bool:
 
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
-    """Return the files of a split of a dataset; files whose names state no split are the test split."""
+    """Return the files of a split of a dataset, or the file that is named.
+
+    Files whose names state no split are the test split.
+    """
     stated = ""
-    if isinstance(place, Path) and place.is_file():
-        files = [ShardFile.at(place)]
+    is_file = str(place).partition("?")[0].endswith(suffixes) and not Path(place).is_dir()
+    if is_file:
+        files = describe_files([str(place)])
     else:
         try:
             stated, files = find_split(place, split, suffixes)
@@ -470,7 +474,7 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
             f"dataset {name} has no split {split!r}: all of {redact_url(str(place))} is for testing"
         )
     stems = {file.name.removesuffix(".tar") for file in files}
-    if all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
+    if not is_file and all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
         missing = set(range(len(files))) - set(map(int, stems))
         if missing:
             folder = files[0].shown.rpartition("/")[0]

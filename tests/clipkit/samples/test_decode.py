@@ -157,6 +157,15 @@ def test_damaged_image_decodes_or_raises_data_error(
             assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3 and pixels.size
 
 
+def test_errors_of_truncated_heic_are_one_line() -> None:
+    pytest.importorskip("pillow_heif").register_heif_opener()
+    data = encoded(Image.fromarray(scene(48, 60)), "HEIF")
+    for end in range(100, len(data), 7):
+        with pytest.raises(DataError) as caught:
+            decode_image(data[:end])
+        assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize("sampling", [0x14, 0x41, 0x44, 0x13, 0x31, 0x24])
 def test_unusual_chroma_sampling_is_decoded_by_pillow(sampling: int) -> None:
     data = bytearray(encoded(Image.fromarray(scene(48, 48)), "JPEG", quality=90))

@@ -1,11 +1,13 @@
 """Tests of TIFFs in all layouts, compared with the values that were written."""
 
+import io
 import sys
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tifffile
 from PIL import Image
 
 from clipkit.errors import DataError
@@ -76,3 +78,27 @@ def test_planes_of_16_bits_need_tifffile(big_endian: bool, monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "tifffile", None)
     with pytest.raises(DataError, match="need tifffile"):
         decode_pixels(layout.encode())
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int16", "uint32", "int32", "float32", "float64"])
+@pytest.mark.parametrize("compression", [None, "zlib", "lzw"])
+@pytest.mark.parametrize("byte_order", "<>")
+def test_grays_of_all_types_have_the_values_of_the_file(
+    dtype: str, compression: Any, byte_order: Any
+) -> None:
+    values = np.random.default_rng(0).integers(0, 120, (6, 9)).astype(dtype)
+    file = io.BytesIO()
+    tifffile.imwrite(file, values, photometric="minisblack", compression=compression, byteorder=byte_order)
+    pixels = decode_pixels(file.getvalue(), Decoding(pixel_range=(0.0, 255.0))).pixels
+    assert np.array_equal(pixels, np.broadcast_to(values.astype(np.uint8), (3, 6, 9)))
+
+
+@pytest.mark.parametrize("orientation", [0, 9])
+def test_invalid_orientation_is_ignored(orientation: int, caplog: pytest.LogCaptureFixture) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (6, 9, 5), dtype=np.uint8)
+    file = io.BytesIO()
+    tag = (274, "H", 1, orientation, True)
+    tifffile.imwrite(file, values, photometric="minisblack", planarconfig="contig", extratags=[tag])
+    pixels = decode_pixels(file.getvalue(), Decoding(channels=5)).pixels
+    assert np.array_equal(np.moveaxis(pixels, 0, 2), values)
+    assert caplog.text == ""

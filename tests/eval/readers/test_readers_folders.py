@@ -218,7 +218,8 @@ def test_sources_that_are_not_folders_are_rejected(tmp_path: Path) -> None:
     file = tmp_path / "0.tar"
     file.write_bytes(b"x")
     assert refusal(file) == (
-        f"no dataset {str(file)!r}: it is no folder or table, nor built in (known: cues, digits, emoji, glyphs)"
+        f"no dataset {str(file)!r}: it is no folder, tar or table, nor built in "
+        "(known: cues, digits, emoji, glyphs)"
     )
     for source in ("https://", "s3://", "http:///"):
         with pytest.raises(DataError, match=r"expected an address such as https://HOST/FOLDER"):

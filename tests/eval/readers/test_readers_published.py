@@ -293,6 +293,18 @@ def test_dataset_is_read_over_http(tmp_path: Path, nginx: Nginx, monkeypatch: py
     assert "classnames.txt is not UTF-8 text" in refusal(page)
 
 
+def test_single_tar_is_read_from_a_file_and_over_http(tmp_path: Path, nginx: Nginx) -> None:
+    root = publish(tmp_path / "pairs", [{"txt": f"image {number}"} for number in range(5)], classes=None)
+    tar = root / "test/1.tar"
+    here = open_dataset(tar)
+    there = open_dataset(nginx.put("pairs/1.tar", tar.read_bytes()))
+    assert here.captions == there.captions == (("image 2",), ("image 3",))
+    assert pixels(here) == pixels(there) == pixels(open_dataset(root))[2:4]
+    assert here.tasks == there.tasks == ("retrieval",)
+    with pytest.raises(MissingSplit, match=r"has no split 'train': all of .* is for testing"):
+        open_dataset(tar, split="train")
+
+
 def test_dataset_is_read_from_the_hub(tmp_path: Path, nginx: Nginx, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("huggingface_hub")
     root = publish(tmp_path / "wds_pets", labelled([0, 1, 4]))
