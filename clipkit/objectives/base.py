@@ -105,6 +105,8 @@ class Objective(Section):
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Compute the loss of the global batch; all ranks call it together.
 
+        Every parameter needs a gradient, so it depends on images and texts; scale and bias may be unused.
+
         Returns:
             A scalar, the same on all ranks. The mean over ranks of its gradients is that of the global batch.
         """
