@@ -411,7 +411,7 @@ def main(arguments: Arguments) -> int:
                     if not outcome.is_finite:
                         stop.finish_step(agreed=True)
                         decisions.wait_for_messages()
-                        failure = guards.failed_step(
+                        failure = guards.diagnose_failed_step(
                             run,
                             outcome,
                             step=state.step,

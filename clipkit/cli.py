@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from importlib import import_module
+from inspect import get_annotations
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -155,10 +156,20 @@ def group(options: type[T], title: str, text: str = "") -> T:
 
 
 def add_options(parser: argparse._ActionsContainer, options: type, *, without: Collection[str] = ()) -> None:
-    """Add the fields of a dataclass to a parser, except those named in ``without`` and those without a text."""
+    """Add the fields of a dataclass to a parser, except those named in ``without`` and those without a text.
+
+    Required options come first, then those of the class itself before those of its base classes.
+    """
     types_by_name = typing.get_type_hints(options)
-    # options that are required come first
-    for declared in sorted(fields(options), key=lambda declared: not _is_required(declared)):
+    depths: dict[str, int] = {}
+    for i, base in enumerate(options.__mro__):
+        for name in get_annotations(base):
+            depths.setdefault(name, i)
+
+    def order(declared: Field[Any]) -> tuple[bool, int]:
+        return not _is_required(declared), depths[declared.name]
+
+    for declared in sorted(fields(options), key=order):
         if declared.name in without or "text" not in declared.metadata:
             continue
         hint = types_by_name[declared.name]

@@ -23,8 +23,8 @@ import msgspec
 from clipkit.cli import Within, import_attribute, one_of, setting
 from clipkit.errors import ConfigError, nearest
 from clipkit.files.terminal import redact_secrets, redact_url
-from clipkit.model.architectures import TextArchitecture, select_tower
-from clipkit.model.names import TEXT_TOWERS, check_names
+from clipkit.model.architectures import TextArchitecture, list_choices, select_tower
+from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, check_names
 from clipkit.samples.depth import parse_pixel_range
 from clipkit.samples.remote import is_remote
 from clipkit.samples.traits import color_of
@@ -382,16 +382,16 @@ class ModelConfig(Section):
     name: str = setting(
         "ViT-B-32", "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME."
     )
-    image: str = setting("", "Another image tower: timm:NAME, or pixels:SIZE (Image GPT).")
+    image: str = setting("", f"Another image tower: {list_choices(IMAGE_TOWERS)}.")
     image_options: str = setting(
         "",
-        'Arguments with which timm builds it, as JSON, such as {"depth": 4, "global_pool": "map"}; for pixels: '
-        '{"colors": 512, "causal": true}.',
+        'Arguments of the tower of model.image, as JSON, such as {"depth": 4, "global_pool": "map"} with timm, or '
+        '{"colors": 512, "causal": true} with pixels.',
     )
     text: str = setting(
         "",
-        "Another text tower: cbow, words, or transformers:FOLDER or NAME; or, for loss.name=classes, classes:FILE, "
-        "a classification head with one row per line of a file of class names.",
+        f"Another text tower: {list_choices(TEXT_TOWERS)}. classes:FILE, for loss.name=classes, is a "
+        "classification head with one row per line of a file of class names.",
     )
     tokenizer: str = setting(
         "",
@@ -430,9 +430,9 @@ class ModelConfig(Section):
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
         _parse_object("model.image_options", self.image_options)
         if self.image_weights:
-            image = "model.image=timm:NAME or pixels:SIZE and no model.weights"
-            usable = self.image.startswith(("timm:", "pixels:")) and not self.weights
-            require_use("model.image_weights", self.image_weights, image, usable)
+            usable = bool(self.image and not self.weights)
+            other = "model.image, without model.weights,"
+            require_use("model.image_weights", self.image_weights, other, usable)
 
     @property
     def label(self) -> str:

@@ -208,7 +208,7 @@ class PackOptions(StoredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PackCommand(PackOptions):
-    """Pack your own images and captions from a table."""
+    """Pack images and captions from a table or a folder into shards."""
 
     table: Path = setting(
         REQUIRED,

@@ -66,7 +66,7 @@ class ExportTarget:
         return f"embeddings differ from clipkit's by at most {difference:.1e}"
 
 
-def _target(
+def _create_target(
     module: str, display: str, *, distribution: str = "", package: str = "", suffix: str = "", **facts: Any
 ) -> ExportTarget:
     """Create a target with the functions of ``clipkit.export.MODULE``, which is imported on the first call."""
@@ -89,8 +89,10 @@ def _target(
 
 
 EXPORTS: dict[str, ExportTarget] = {
-    "open_clip": _target("open_clip", "open_clip", distribution="open_clip_torch", default=True, loads=True),
-    "transformers": _target(
+    "open_clip": _create_target(
+        "open_clip", "open_clip", distribution="open_clip_torch", default=True, loads=True
+    ),
+    "transformers": _create_target(
         "transformers",
         "transformers",
         apart=frozenset({"timm"}),
@@ -99,7 +101,7 @@ EXPORTS: dict[str, ExportTarget] = {
         resizes=True,
         channels=True,
     ),
-    "sentence-transformers": _target(
+    "sentence-transformers": _create_target(
         "transformers",
         "sentence-transformers",
         suffix="_sentence",
@@ -109,20 +111,20 @@ EXPORTS: dict[str, ExportTarget] = {
         loads=True,
         resizes=True,
     ),
-    "timm": _target(
+    "timm": _create_target(
         "timm",
         "timm (the image encoder)",
         apart=frozenset({"transformers", "sentence-transformers"}),
         texts=False,
     ),
-    "onnx": _target(
+    "onnx": _create_target(
         "onnx",
         "onnxruntime",
         package="onnxruntime",
         needs=("onnx", "onnxscript"),
         apart=frozenset({"onnx-int8"}),
     ),
-    "onnx-int8": _target(
+    "onnx-int8": _create_target(
         "onnx",
         "onnxruntime (int8)",
         suffix="_int8",

@@ -127,7 +127,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
     return None
 
 
-def list_skipped(checkpoint: Path) -> list[str]:
+def list_skipped_checkpoints(checkpoint: Path) -> list[str]:
     """List newer checkpoints that were skipped because they are damaged, or named by LATEST but missing.
 
     Args:

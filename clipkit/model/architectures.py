@@ -896,6 +896,12 @@ def select_tower(setting: str, kinds: Mapping[str, type[Kind]]) -> tuple[type[Ki
     return None
 
 
+def list_choices(kinds: Mapping[str, type[Kind]]) -> str:
+    """List how ``model.image`` or ``model.text`` selects kinds of towers, such as "cbow, or timm:NAME"."""
+    *choices, last = [kind.setting for kind in kinds.values() if kind.setting]
+    return f"{', '.join(choices)}, or {last}" if choices else last
+
+
 def _check_integer(name: str, value: object, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
         raise ConfigError(f"{name} = {value!r} is not an integer from 1 to {most}")

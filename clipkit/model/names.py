@@ -34,6 +34,7 @@ from clipkit.model.architectures import (
     VisionTower,
     WordTable,
     get_architecture,
+    list_choices,
     select_tower,
 )
 from clipkit.model.library_towers import (
@@ -112,10 +113,9 @@ def create_architecture(
 
     Args:
         name: a name of clipkit, or ``open_clip:NAME``.
-        image: ``timm:NAME`` for another image tower, or "".
-        image_options: arguments with which timm builds it, see ``TimmVision``.
-        text: ``transformers:FOLDER or NAME``, ``cbow``, ``words`` or ``classes:FILE`` for another text tower,
-            or "".
+        image: selects one of ``IMAGE_TOWERS`` in place of the architecture's own, such as ``timm:NAME``; or "".
+        image_options: its arguments, see ``ImageArchitecture.replace_options``.
+        text: selects one of ``TEXT_TOWERS``, such as ``cbow``; or "".
         image_size: side of the images in pixels; 0 for the default.
         context_length: maximum number of tokens; 0 for the default.
     """
@@ -127,7 +127,7 @@ def create_architecture(
         vision = image_kind.from_setting(value, embed_dim=shape.embed_dim)
         shape = replace(shape, vision=vision.replace_options(image_options or {}))
     elif image_options:
-        raise ConfigError("image_options require model.image=timm:NAME or pixels:SIZE")
+        raise ConfigError("image_options require model.image, such as timm:NAME")
     text_selection = select_tower(text, TEXT_TOWERS)
     if text_selection is not None:
         text_kind, value = text_selection
@@ -156,9 +156,7 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
         get_architecture(name, called=called)
     for tower, setting, kinds in (("image", image, IMAGE_TOWERS), ("text", text, TEXT_TOWERS)):
         if setting and select_tower(setting, kinds) is None:
-            *usage, last = [kind.setting for kind in kinds.values() if kind.setting]
-            choices = f"{', '.join(usage)}, or {last}" if usage else last
-            raise ConfigError(f"model.{tower} = {setting!r} is unknown: give {choices}")
+            raise ConfigError(f"model.{tower} = {setting!r} is unknown: give {list_choices(kinds)}")
 
 
 def open_clip_config(name: str) -> dict[str, Any]:

@@ -18,7 +18,13 @@ from clipkit.model.architectures import Architecture, TextArchitecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.distill import Teaching, distillation_loss
-from clipkit.objectives.tiles import GlobalBatch, check_features, positive_pairs, split_negatives, tiles
+from clipkit.objectives.tiles import (
+    GlobalBatch,
+    check_features,
+    compute_tiles,
+    positive_pairs,
+    split_negatives,
+)
 
 _ROUNDING = 8  # times the dtype's epsilon: products of equal rows differ by their position
 
@@ -104,6 +110,8 @@ class Objective(Section):
 
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Compute the loss of the global batch; all ranks call it together.
+
+        Every parameter needs a gradient, so it depends on images and texts; scale and bias may be unused.
 
         Returns:
             A scalar, the same on all ranks. The mean over ranks of its gradients is that of the global batch.
@@ -283,7 +291,7 @@ def compute_recall(image_features: Tensor, text_features: Tensor, identities: Te
         pair_cosines = images.new_empty(len(images))
         best_by_row = images.new_empty(len(images))
         best_by_column = images.new_full((batch.size,), -torch.inf)
-        for tile, cosines in tiles(images, batch.gather(texts), images.new_ones(())):
+        for tile, cosines in compute_tiles(images, batch.gather(texts), images.new_ones(())):
             diagonal = cosines.diagonal(batch.local_rows.start + tile.start)
             pair_cosines[tile] = diagonal
             pairs.fill_ignored(cosines, tile, -torch.inf)

@@ -20,13 +20,13 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     PositivePairs,
     check_features,
+    compute_tiles,
     count_alike,
     positive_pairs,
     row_sums,
     split_negatives,
     sum_softmaxes,
     target_entropy,
-    tiles,
 )
 
 _NONE = -1e30  # a logit without influence on softmax; finite, since a column of a tile may have no other
@@ -116,7 +116,7 @@ class _Contrastive(torch.autograd.Function):
     ) -> Tensor:
         by_row = images.new_empty(2, len(images))
         columns = ColumnSums(len(all_texts), images)
-        for tile, logits in tiles(images, all_texts, scale, batch.precision):
+        for tile, logits in compute_tiles(images, all_texts, scale, batch.precision):
             pairs.record_logits(logits, tile)
             pairs.fill_ignored(logits, tile, _NONE)
             by_row[:, tile] = row_sums(logits)
@@ -146,7 +146,7 @@ class _Contrastive(torch.autograd.Function):
         images, all_texts, scale, by_row, by_column, wrong, logits_wrong = ctx.saved_tensors
         feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         rest = 1 - ctx.smoothing  # weight of the targets that are not spread
-        for tile, logits in tiles(images, all_texts, scale, ctx.batch.precision):
+        for tile, logits in compute_tiles(images, all_texts, scale, ctx.batch.precision):
             ctx.pairs.fill_ignored(logits, tile, _NONE)
             slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             if ctx.smoothing:

@@ -16,9 +16,9 @@ from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
     check_features,
+    compute_tiles,
     row_sums,
     sum_softmaxes,
-    tiles,
 )
 
 
@@ -100,8 +100,8 @@ class _Divergence(torch.autograd.Function):
         row_means = images.new_empty(len(images))  # mean difference of the teacher's logits, by its softmax
         columns, teacher_columns = ColumnSums(batch.size, images), ColumnSums(batch.size, images, means=1)
         for (tile, logits), (_, teacher_logits) in zip(
-            tiles(images, all_texts, scale),
-            tiles(teacher_images, all_teacher_texts, teacher_scale),
+            compute_tiles(images, all_texts, scale),
+            compute_tiles(teacher_images, all_teacher_texts, teacher_scale),
             strict=True,
         ):
             by_row[:, tile], teacher_by_row[:, tile] = row_sums(logits), row_sums(teacher_logits)
@@ -128,8 +128,8 @@ class _Divergence(torch.autograd.Function):
         teacher_images, all_teacher_texts, teacher_scale, teacher_by_row, teacher_by_column = teacher
         feature_gradients = FeatureGradients(ctx.batch, images, all_texts, scale, ctx.needs_input_grad[:3])
         for (tile, logits), (_, teacher_logits) in zip(
-            tiles(images, all_texts, scale),
-            tiles(teacher_images, all_teacher_texts, teacher_scale),
+            compute_tiles(images, all_texts, scale),
+            compute_tiles(teacher_images, all_teacher_texts, teacher_scale),
             strict=True,
         ):
             slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)

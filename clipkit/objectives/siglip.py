@@ -18,10 +18,10 @@ from clipkit.objectives.tiles import (
     GlobalBatch,
     PositivePairs,
     check_features,
+    compute_tiles,
     count_alike,
     positive_pairs,
     split_negatives,
-    tiles,
 )
 
 _NONE = -1e30  # a logit with sigmoid 0: neither loss nor gradient
@@ -102,7 +102,7 @@ class _Sigmoid(torch.autograd.Function):
         row_losses = images.new_empty(len(images))
         grad_bias = torch.zeros_like(bias)
         feature_gradients = FeatureGradients(batch, images, all_texts, scale, ctx.needs_input_grad[:3])
-        for tile, logits in tiles(images, all_texts, scale, batch.precision):
+        for tile, logits in compute_tiles(images, all_texts, scale, batch.precision):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate_positives_(wrong, tile)
             pairs.fill_ignored(wrong, tile, _NONE)

@@ -146,7 +146,7 @@ def product_precision(precision: str) -> Iterator[None]:
         backend.fp32_precision = before
 
 
-def tiles(
+def compute_tiles(
     rows: Tensor, columns: Tensor, scale: Tensor, precision: str = "float32"
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield slices of the (B, O) rows and their products with all (N, O) columns, times a scale.

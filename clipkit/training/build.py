@@ -238,7 +238,7 @@ def first_model(
         if model.new_head:
             _take_image_tower(first, model, extend)
         elif model.image_weights:
-            _take_backbone(first, model)
+            _load_image_weights(first, model)
             if _lacks_channels(first, shape):
                 first.extend_channels(shape.vision.channels, extend=extend)
         elif small.steps and small.image_size:
@@ -335,7 +335,7 @@ def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
     first.reset_constants()
 
 
-def _take_backbone(first: CLIP, model: ModelConfig) -> None:
+def _load_image_weights(first: CLIP, model: ModelConfig) -> None:
     vision = first.architecture.vision
     source = model.image_weights
     if source == "timm":

@@ -39,7 +39,7 @@ from clipkit.formats.checkpoint import (
     is_complete,
     latest_checkpoint,
     list_checksums,
-    list_skipped,
+    list_skipped_checkpoints,
     parse_step,
     read_json,
     step_folders,
@@ -49,7 +49,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.lora import adapter_tensors
 from clipkit.samples.traits import TraitCounts, Traits
 from clipkit.training.ema import AveragedWeights
-from clipkit.training.guards import first_not_finite, weights_error
+from clipkit.training.guards import describe_bad_weights, find_first_not_finite
 from clipkit.training.optim import expected_state
 from clipkit.training.parallel import put, ranks_of_replica, zeros_of
 
@@ -242,7 +242,7 @@ def newest_checkpoint(run: Path) -> Path | None:
 
 def damaged_notes(newest: Path) -> list[str]:
     """Return a note on newer checkpoints that are skipped because they are damaged, if any."""
-    bad = list_skipped(newest)
+    bad = list_skipped_checkpoints(newest)
     return [f"note: {', '.join(bad)} is damaged or missing; using {newest.name} instead"] if bad else []
 
 
@@ -329,7 +329,7 @@ class CheckpointWriter:
         self._keep = keep
         self._root = run / "checkpoints"
         # damaged checkpoints do not count as kept
-        self._damaged = set() if newest is None else set(list_skipped(newest))
+        self._damaged = set() if newest is None else set(list_skipped_checkpoints(newest))
         self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
         self._saved = None if newest is None else self._step
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -373,8 +373,10 @@ class CheckpointWriter:
             average = averaged.tensors()
             files["model.safetensors"] = {**weights, **average}
             files["trained.safetensors"] = {f"{name}{TRAINED}": weights[name] for name in average}
-        if name := first_not_finite({**files["model.safetensors"], **files.get("trained.safetensors", {})}):
-            raise CheckpointError(weights_error(self._run, state.step, name, saved=self._saved))
+        if name := find_first_not_finite(
+            {**files["model.safetensors"], **files.get("trained.safetensors", {})}
+        ):
+            raise CheckpointError(describe_bad_weights(self._run, state.step, name, saved=self._saved))
         self._step = state.step
         holders = ranks_of_replica(weights.values())
         if rank() and holders is None:

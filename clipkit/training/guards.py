@@ -133,7 +133,7 @@ class Decisions:
 # Values that are not finite
 
 
-def failed_step(
+def diagnose_failed_step(
     run: Path,
     outcome: Outcome,
     *,
@@ -172,7 +172,7 @@ def list_not_finite(run: Path, names: Sequence[tuple[str, str]], *, step: int, r
     write_lines(path, [{"step": step + 1, "shard": shard, "key": key} for shard, key in names])
 
 
-def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
+def describe_bad_weights(run: Path, step: int, name: str, *, saved: int | None) -> str:
     """Return the error message for weights that are not finite and therefore not saved.
 
     ``name`` is the first such tensor, and ``saved`` the step of the newest checkpoint.
@@ -190,7 +190,7 @@ def weights_error(run: Path, step: int, name: str, *, saved: int | None) -> str:
 
 
 @torch.no_grad()
-def first_not_finite(tensors: Mapping[str, Tensor]) -> str:
+def find_first_not_finite(tensors: Mapping[str, Tensor]) -> str:
     """Return the name of the first tensor with a value that is not finite, or ""; all ranks call this.
 
     Takes one fused pass and one synchronization with the device. Only tensors with a norm that is not finite are
@@ -258,7 +258,7 @@ def find_not_finite(
         has_captions: whether the texts are (MB, D) features of captions, M for each image, not of classes.
     """
     origins: list[str] = []
-    if weight := first_not_finite(dict(model.named_parameters())):
+    if weight := find_first_not_finite(dict(model.named_parameters())):
         origins.append(f"the weight {weight}")
 
     def look(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -276,7 +276,7 @@ def find_not_finite(
     if not features.loss.isfinite():
         origins.append("the loss")
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    if gradient := first_not_finite(gradients):
+    if gradient := find_first_not_finite(gradients):
         origins.append(f"the gradient of {gradient}")
     finite = features.images.isfinite().all(dim=1)  # (B,)
     if has_captions:

@@ -393,8 +393,7 @@ def batch_loss(
             outputs = outputs._replace(images=images, texts=texts)
         taught = objective.divergence(student, teaching, distill)
         if distill.weight == 1:
-            # the bias stays in the graph: DistributedDataParallel waits for a gradient of every parameter
-            return taught if outputs.bias is None else taught + 0 * outputs.bias.sum()
+            return _keep_scalars(taught, outputs)
 
     all_texts = None if gathering is None else gathering.finish(outputs.texts)
 
@@ -402,7 +401,8 @@ def batch_loss(
         if several_captions:
             count = len(outputs.texts) // len(outputs.images)
             outputs = outputs._replace(images=outputs.images.repeat(count, 1))
-        return objective.loss(outputs, replace(targets, all_texts=all_texts))
+        loss = objective.loss(outputs, replace(targets, all_texts=all_texts))
+        return _keep_scalars(loss, outputs)
 
     loss = compare(outputs, all_texts)
     if settings.dims:
@@ -418,6 +418,12 @@ def batch_loss(
     if taught is None or distill is None:
         return loss
     return distill.weight * taught + (1 - distill.weight) * loss
+
+
+def _keep_scalars(loss: Tensor, outputs: Outputs) -> Tensor:
+    """Give the scale and the bias a gradient, which DistributedDataParallel waits for, if the loss uses neither."""
+    loss = loss + 0 * outputs.scale
+    return loss if outputs.bias is None else loss + 0 * outputs.bias
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,7 +58,7 @@ def mean_per_class_recall(correct: Tensor, labels: Tensor) -> float:
         correct: (N,) bool.
         labels: (N,) int64, at least 0.
     """
-    right, total = _count_present(correct, labels)
+    right, total = _count_correct_in_present_classes(correct, labels)
     return float((right / total).mean())
 
 
@@ -72,7 +72,7 @@ def mean_per_class_interval(correct: Tensor, labels: Tensor) -> tuple[float, flo
         correct: (N,) bool.
         labels: (N,) int64, at least 0.
     """
-    right, total = _count_present(correct, labels)
+    right, total = _count_correct_in_present_classes(correct, labels)
     value = float((right / total).mean())
     trials = effective_trials(total)
     wilson = wilson_interval(value * trials, trials)
@@ -93,7 +93,7 @@ def effective_trials(sizes: Floats | Ints) -> float:
     return len(sizes) ** 2 / float((1 / sizes).sum())
 
 
-def _count_present(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
+def _count_correct_in_present_classes(correct: Tensor, labels: Tensor) -> tuple[Floats, Floats]:
     label = labels.cpu().numpy()
     total = np.bincount(label)
     right = np.bincount(label, weights=correct.cpu().numpy(), minlength=len(total))

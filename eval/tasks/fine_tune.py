@@ -156,7 +156,7 @@ class ClassTraining:
         settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
         print(f"{title}; follow it in {log}", file=sys.stderr, flush=True)
         is_waiting = False
-        while error := self._run_train(settings, log, batch_size):
+        while error := self._run_training_script(settings, log, batch_size):
             if _HELD not in error:
                 kind = Diverged if any(run.glob("not_finite*.jsonl")) else DataError
                 raise kind(f"{title}: {error.removeprefix('error: ')} (full log: {log})")
@@ -174,7 +174,7 @@ class ClassTraining:
             )
         return steps
 
-    def _run_train(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
+    def _run_training_script(self, settings: Sequence[str], log: Path, batch_size: int) -> str:
         """Run train.py; return its error, or "" if it ended normally or was stopped."""
         # batch normalization needs two images on each
         gpus = min(torch.cuda.device_count(), batch_size // 2) if self.device.type == "cuda" else 0

@@ -14,7 +14,7 @@ import torch
 import clipkit
 from clipkit.config import load_config, to_toml
 from clipkit.errors import CheckpointError
-from clipkit.formats.checkpoint import latest_checkpoint, list_skipped, resolve_checkpoint
+from clipkit.formats.checkpoint import latest_checkpoint, list_skipped_checkpoints, resolve_checkpoint
 from clipkit.model.clip import CLIP, create
 from clipkit.training.checkpoint import CheckpointWriter, load_training, planned_steps, save_checkpoint
 from clipkit.training.optim import adamw
@@ -171,7 +171,7 @@ def test_incomplete_checkpoint_is_passed_over(save: Save, name: str, how: str) -
         2 if (name, how) == ("COMPLETE", "longer") else 1
     )  # a trailing newline does not damage the list of sizes
     assert latest_checkpoint(root.parent) == root / f"step_0000000{want}"
-    assert list_skipped(root / f"step_0000000{want}") == ["step_00000002"] * (want == 1)
+    assert list_skipped_checkpoints(root / f"step_0000000{want}") == ["step_00000002"] * (want == 1)
     if want == 1:
         shutil.rmtree(root / "step_00000001")
         for find in (latest_checkpoint, resolve_checkpoint):
@@ -189,7 +189,7 @@ def test_checkpoint_with_wrong_checksum_is_passed_over(save: Save, small: CLIP, 
     second = root / "step_00000002"
     overwrite(second / name)
     assert latest_checkpoint(root.parent) == root / "step_00000001"
-    assert list_skipped(root / "step_00000001") == ["step_00000002"]
+    assert list_skipped_checkpoints(root / "step_00000001") == ["step_00000002"]
     is_of_model = name.startswith("model")
     assert same_bits(bits(clipkit.load(root)), want if is_of_model else bits(small))
     if name == "model.safetensors":
@@ -238,7 +238,7 @@ def test_run_without_its_checkpoints_is_not_a_new_run(save: Save, tmp_path: Path
     root = save(1, 2)
     (root / "step_00000002").rename(tmp_path / "elsewhere")
     assert latest_checkpoint(tmp_path) == root / "step_00000001"
-    assert list_skipped(root / "step_00000001") == ["step_00000002"]  # LATEST still names it
+    assert list_skipped_checkpoints(root / "step_00000001") == ["step_00000002"]  # LATEST still names it
     shutil.rmtree(root)
     for empty in (False, True):  # as when a disk is not mounted
         if empty:

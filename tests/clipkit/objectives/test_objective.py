@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.config import DistillConfig, LossConfig
-from clipkit.objectives import OBJECTIVES, Outputs, Targets
+from clipkit.objectives import OBJECTIVES, Objective, Outputs, Targets
 from clipkit.objectives.distill import Teaching
 from clipkit.training.step import batch_loss
 from tests.clipkit.plain_losses import LOSSES, Given, given, plain
@@ -196,3 +196,23 @@ def test_floor_of_words() -> None:
         lambda images, texts: OBJECTIVES["words"]().loss(Outputs(images, texts, ONE), batch), 3, 9
     )
     assert 0.5 < floor_of("words", batch, 9) == pytest.approx(least, abs=2e-3)
+
+
+class Cosine(Objective):
+    """An objective that uses neither scale nor bias."""
+
+    def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
+        return -(outputs.images * outputs.texts).sum()
+
+
+def test_unused_scale_and_bias_have_gradients_of_zero() -> None:
+    """DistributedDataParallel waits for a gradient of every parameter."""
+    batch = given(12)
+    leaves = [batch.images, batch.texts, batch.scale, batch.bias]
+    loss = batch_loss(
+        *leaves, objective=Cosine(), targets=targets("clip", batch.identities), settings=LossConfig()
+    )
+    assert torch.equal(loss, -(batch.images * batch.texts).sum())
+    grad_images, _, grad_scale, grad_bias = torch.autograd.grad(loss, leaves)
+    assert torch.equal(grad_images, -batch.texts)
+    assert grad_scale == grad_bias == 0

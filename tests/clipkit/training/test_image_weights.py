@@ -67,6 +67,6 @@ def test_wrong_weights_raise_one_line_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="timm publishes no weights for timm:convnextv2_small"):
         begin("convnextv2_small", "timm")
     with pytest.raises(
-        ConfigError, match=r"model.image_weights = 'timm' has no effect unless model.image=timm"
+        ConfigError, match=r"model.image_weights = 'timm' has no effect unless model.image, without"
     ):
         ModelConfig(image_weights="timm")

@@ -11,7 +11,7 @@ from torch import Tensor
 from clipkit.errors import DataError
 from clipkit.model.clip import CLIP
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.guards import Outcome, failed_step, find_not_finite, list_not_finite
+from clipkit.training.guards import Outcome, diagnose_failed_step, find_not_finite, list_not_finite
 from clipkit.training.step import Features, backward
 
 TOKENS = torch.tensor([[1, 2, 49407], [3, 4, 49407], [5, 6, 49407], [7, 8, 49407]])
@@ -112,7 +112,7 @@ def test_message_reports_the_nonfinite_value(tmp_path: Path) -> None:
             ids=torch.arange(2),
         )  # fmt: skip
         return str(
-            failed_step(
+            diagnose_failed_step(
                 tmp_path, outcome, step=4, fault="", names=lambda ids: [NAMES[i] for i in ids], parts=3
             )
         )
