@@ -5,7 +5,6 @@ resumes a run where it stopped, with bit-identical weights, as if it had never s
 continues beyond the run's end, at the learning rate that the longer run has there.
 """
 
-import math
 import os
 import signal
 import sys
@@ -15,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from clipkit.errors import DataError, report_errors, run_command
+from clipkit.errors import report_errors, run_command
 from clipkit.options import Arguments, parse_arguments
 
 PARENT = os.getppid()  # read before torch is imported, which takes seconds: torchrun may die in the meantime
@@ -33,21 +32,13 @@ import torch
 from torch.optim import Optimizer
 
 from clipkit import distributed, training
-from clipkit.batch import Batch
 from clipkit.config import Config, load_config, redact_settings, to_toml
 from clipkit.errors import ConfigError
-from clipkit.files.atomic import drop_lines_after
 from clipkit.model import CLIP
 from clipkit.model.architectures import Architecture
 from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, stopping
-from clipkit.training.log import (
-    BadSamples,
-    Log,
-    describe_model,
-    describe_start,
-    list_truncated,
-)
+from clipkit.training.log import Log, describe_model, describe_start
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.loader import small_stages
@@ -66,6 +57,17 @@ class RunData:
     order: order.Order
     packed: training_data.Packed
     datasets: Sequence[EvalDataset]
+
+    def describe(self, config: Config, *, resumed: bool) -> list[str]:
+        """Describe the training data, as lines to print."""
+        manifest = self.shards.manifest
+        samples = f"{self.order.samples} samples"
+        if left_out := manifest.left_out(self.shards.selection):
+            samples += f", {left_out}"
+        lines = [f"{samples}; {self.order.describe(config.steps, config.data.redacted_sources)}"]
+        if not resumed:
+            lines += self.packed.notes
+        return lines
 
 
 def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
@@ -98,13 +100,14 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
 
 
 def build_model(
-    config: Config, shape: Architecture, data: RunData, newest: Path | None, notes: list[str]
-) -> CLIP:
+    config: Config, shape: Architecture, data: RunData, newest: Path | None
+) -> tuple[CLIP, list[str]]:
     """Build the model that training starts with, on the CPU, and lock what is not trained.
 
-    A run that resumes keeps the preprocessing of its newest checkpoint. ``notes`` gets lines about weights that are
+    A run that resumes keeps the preprocessing of its newest checkpoint. Also returns notes about weights that are
     not used.
     """
+    notes: list[str] = []
     first_model = partial(build.first_model, config, shape, checkpoint=newest, say=notes.append)
     if config.sharding == "none" or not shape.is_native:
         model = first_model()
@@ -120,7 +123,7 @@ def build_model(
     build.lock(model, image=config.lock.image, text=config.lock.text, terms=select_terms(config))
     world = distributed.world_size()
     check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
-    return model
+    return model, notes
 
 
 def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device) -> loader.Loader:
@@ -166,56 +169,6 @@ def resume(
     if state.teacher not in ("", fresh.teacher):
         raise training_data.other_teacher(run, config.distill)
     return replace(state, teacher=fresh.teacher)
-
-
-def open_log(
-    config: Config,
-    state: checkpoint.LoopState,
-    data: RunData,
-    model: CLIP,
-    *,
-    bad_samples: BadSamples,
-    layers: int,
-    notes: Sequence[str],
-    newest: Path | None,
-    bf16: bool,
-    profile: int,
-) -> Log:
-    """Open the log and print the settings, the model, the samples, where training starts, and notes.
-
-    ``layers`` is the number of layers that are trained in the end, see ``Unfreezing``.
-    """
-    device = model.logit_scale.device
-    decoding = model.preprocess.decoding
-    manifest = data.shards.manifest
-    samples = f"{data.order.samples} samples"
-    if left_out := manifest.left_out(data.shards.selection):
-        samples += f", {left_out}"
-    hosts = max(1, distributed.world_size() // distributed.ranks_of_host())
-    opening = [
-        describe_model(model, device=device, bf16=bf16),
-        f"{samples}; {data.order.describe(config.steps, config.data.redacted_sources)}",
-        str(decoding),
-        *notes,
-        *describe_start(config, state.step, newest),
-        *config.notes(step=state.step, samples=data.order.samples, layers=layers, hosts=hosts),
-    ]
-    if newest is None:
-        opening += data.packed.notes
-    else:
-        opening += checkpoint.damaged_notes(newest)
-    if distributed.rank() == 0:
-        opening += list_truncated(Path(config.out), manifest.truncated_shards())
-        print(redact_settings(config), file=sys.stderr)
-    return Log(
-        config,
-        state,
-        device=device,
-        decoding=decoding,
-        bad_samples=bad_samples,
-        opening=opening,
-        profile=profile,
-    )
 
 
 def open_scorer(
@@ -271,8 +224,7 @@ def main(arguments: Arguments) -> int:
         data = open_data(config, shape, resumed=newest is not None)
 
         # 5. The model, from the inside out, the optimizer, the computation of a step, and the batches.
-        notes: list[str] = []
-        model = build_model(config, shape, data, newest, notes)
+        model, notes = build_model(config, shape, data, newest)
         terms = select_terms(config)
         sharding = "none" if arguments.replay else config.sharding  # a replay runs in one process
         model = parallel.prepare(model, config, device, sharding=sharding, bf16=bf16, terms=terms)
@@ -288,46 +240,41 @@ def main(arguments: Arguments) -> int:
         taught_by = compute.teacher or train_loader.teacher
         fingerprint = "" if taught_by is None else taught_by.fingerprint
         state = checkpoint.LoopState(step=0, data=data.shards.fingerprint(), teacher=fingerprint)
-        bad_samples = BadSamples.from_config(config)
         if newest is not None:
             partly = unfreezing.has_locked_layers
             state = resume(config, newest, state, model, optimizer, averaged, partly=partly)
-            bad_samples.check(state)
         unfreezing.lock_for_step(state.step)
         if arguments.replay:
             repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
             names = train_loader.names(repeated.ids)
             print(*guards.replay(model, compute, repeated, state.step, names), sep="\n")
             return 0
-        if rank0:  # lines that a killed run wrote after its last checkpoint will be written again
-            bad_samples.drop_after(state.step)
-            drop_lines_after(run / "results.jsonl", state.step)
-        distributed.barrier()  # no rank writes before that is done
 
         # 7. The loop: first what observes it.
-        log = open_log(
-            config,
-            state,
-            data,
-            model,
-            bad_samples=bad_samples,
-            layers=unfreezing.layers,
-            notes=notes,
-            newest=newest,
-            bf16=bf16,
-            profile=arguments.profile,
-        )
+        if rank0:
+            print(redact_settings(config), file=sys.stderr)
+        decoding = model.preprocess.decoding
+        hosts = distributed.count_hosts()
+        opening = [
+            describe_model(model, device=device, bf16=bf16),
+            *data.describe(config, resumed=newest is not None),
+            str(decoding),
+            *notes,
+            *describe_start(config, state.step, newest),
+            *config.notes(step=state.step, samples=data.order.samples, layers=unfreezing.layers, hosts=hosts),
+        ]
+        log = Log(config, state, opening, device=device, decoding=decoding, profile=arguments.profile)
+        log.list_truncated(data.shards.manifest.truncated_shards())
         scorer = open_scorer(config, model, averaged, data, log, bf16=bf16)
         writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
         comparison = guards.WeightComparison(model, every=config.checkpoint.compare_every_steps)
-        updates = state.step - state.skipped
-        decisions = guards.Decisions(state.usual_norm, updates, device=device, factor=config.optim.skip_above)
+        decisions = guards.Decisions(
+            state.usual_norm, state.updates, device=device, factor=config.optim.skip_above
+        )
         statistics = ema.RunningStatistics(model)
         trained = parallel.replicated(model)
         log.count_flops(model, compute, state.step)
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
-        max_logit_scale = math.log(compute.objective.max_scale)
-        batch: Batch | None = None
         step = state.step
         stopped = False
         saved_at = time.monotonic()
@@ -343,20 +290,13 @@ def main(arguments: Arguments) -> int:
                 # whose batch has a fault computes a loss that is not a number. Only rank 0's clock counts.
                 stop.begin_step()
                 log.watch.begin("data")
-                if batch is None or not batch.fault:
-                    try:
-                        batch = next(batches)
-                    except DataError as error:
-                        batch = train_loader.placeholder(step, error).to(device)
-                    log.add_bad_samples(step + 1, batch.bad)
+                batch = next(batches)
+                log.add_bad_samples(step + 1, batch.bad)
                 minutes = (time.monotonic() - saved_at) / 60
                 totals = distributed.start_totals(
+                    **batch.counts,
                     asked_to_stop=stop.number > 0,
-                    bad_samples=len(batch.bad),
                     time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
-                    faults=bool(batch.fault),
-                    cut_captions=batch.cut_captions,
-                    **batch.traits.counts_by_trait,
                 )
                 if changed := unfreezing.lock_for_step(step):
                     del trained
@@ -389,9 +329,7 @@ def main(arguments: Arguments) -> int:
                 skip = decisions.skip_update(features.loss, norm)
                 writer.wait_until_copied()
                 optim.make_update(optimizer, config.optim.name, skip=skip)
-                with torch.no_grad():
-                    scale = model.logit_scale
-                    scale.copy_(torch.where(skip, scale, scale.clamp(0, max_logit_scale)))
+                compute.clamp_scale(model, skip=skip)
                 statistics.put_back(where=skip)
                 if averaged is not None:
                     averaged.update(decisions.updates, skip=skip)
@@ -412,12 +350,7 @@ def main(arguments: Arguments) -> int:
                         stop.finish_step(agreed=True)
                         decisions.wait_for_messages()
                         failure = guards.diagnose_failed_step(
-                            run,
-                            outcome,
-                            step=state.step,
-                            fault=batch.fault,
-                            names=train_loader.names,
-                            parts=config.accumulate,
+                            config, outcome, batch.fault, step=state.step, names=train_loader.names
                         )
                         if state.step or not ranks["faults"]:
                             distributed.allow_long_waits()
@@ -427,7 +360,7 @@ def main(arguments: Arguments) -> int:
                         ranks, seconds=state.seconds, is_spike=outcome.is_spike, usual_norm=outcome.usual_norm
                     )
                     log.record_step(state, loss=outcome.loss, grad_norm=outcome.norm)
-                    stopped = stopped or ranks["asked_to_stop"] > 0 or bad_samples.exceeds_limit(state)
+                    stopped = stopped or ranks["asked_to_stop"] > 0 or log.bad_samples.exceeds_limit(state)
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
                 stop.finish_step(agreed=stopped)
@@ -477,7 +410,7 @@ def main(arguments: Arguments) -> int:
         if stopped:
             # waits for all ranks: a rank that exits with an error would end rank 0 while it saves
             signal_number = int(distributed.max_over_ranks(torch.tensor(stop.number)))
-            bad_samples.check(state)
+            log.bad_samples.check(state)
         log.print_data_summary(context_length=shape.text.context_length)
         if stopped:
             log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")

@@ -80,6 +80,16 @@ class Batch:
         """(B,) int64 on the device of the images, indices of the samples in the global batch."""
         return torch.arange(self.first_row, self.first_row + len(self.ids), device=self.images.device)
 
+    @property
+    def counts(self) -> dict[str, int]:
+        """What all ranks sum up in a step: bad samples, faults, captions that were cut, and images by trait."""
+        return {
+            "bad_samples": len(self.bad),
+            "faults": int(bool(self.fault)),
+            "cut_captions": self.cut_captions,
+            **self.traits.counts_by_trait,
+        }
+
     def pin_memory(self) -> Self:
         """Copy to page-locked memory; torch's loader calls this."""
         return self._moved(Tensor.pin_memory)

@@ -372,6 +372,11 @@ def ranks_of_host() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def count_hosts() -> int:
+    """Return the number of machines, which are taken to have equally many processes."""
+    return max(1, world_size() // ranks_of_host())
+
+
 def background_group(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     """Return a group of ranks for collectives in a background thread, None on other ranks; all ranks call this."""
     group = dist.new_group(list(ranks), backend="gloo", timeout=_LONG_TIMEOUT)

@@ -466,24 +466,38 @@ class DeviceBatches(Iterator[LoaderBatch]):
     """The batches of a loader on a device, for steps ``start`` to ``stop - 1``.
 
     On a GPU two batches exist at a time: the last one returned and, after ``prefetch``, the next one. An error of
-    the loader is raised at its own step, not at the previous one.
+    the loader takes effect at its own step, not at the previous one: if the data are at fault, that batch is a
+    placeholder, as are all later ones; other errors are raised.
     """
 
     def __init__(self, loader: Loader, start: int, stop: int, device: torch.device) -> None:
         self._loader = loader
         self._device = device
-        self._step = start  # of the next batch from the loader
+        self._step = start  # of the next batch that is returned
+        self._loaded_step = start  # of the next batch from the loader
         self._batches = loader.batches(start, stop)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: tuple[LoaderBatch, torch.cuda.Event] | Exception | None = None
+        self._placeholder: LoaderBatch | None = None  # once there was an error
         self._waiting = self._transfer = 0.0
         self._timed: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # start and end of transfers
 
     def __next__(self) -> LoaderBatch:
+        if self._placeholder is not None:
+            return self._placeholder
+        try:
+            batch = self._take()
+        except DataError as error:
+            batch = self._loader.placeholder(self._step, error).to(self._device)
+            self._placeholder = replace(batch, bad=())  # bad samples count once
+        self._step += 1
+        return batch
+
+    def _take(self) -> LoaderBatch:
         if self._stream is None:
             batch = self._next()
             began = time.perf_counter()
-            batch = self._loader.on_device(batch, self._step - 1, self._device)
+            batch = self._loader.on_device(batch, self._loaded_step - 1, self._device)
             self._transfer += time.perf_counter() - began
             return batch
         now = self._ahead or self._fetch(self._stream)
@@ -502,7 +516,7 @@ class DeviceBatches(Iterator[LoaderBatch]):
 
         Call this when the work of the current step is launched: the GPU is busy while the host waits here.
         """
-        if self._stream is not None and self._ahead is None:
+        if self._stream is not None and self._ahead is None and self._placeholder is None:
             self._ahead = self._fetch(self._stream)
 
     def close(self) -> None:
@@ -535,7 +549,7 @@ class DeviceBatches(Iterator[LoaderBatch]):
             batch = next(self._batches)
         finally:
             self._waiting += time.perf_counter() - began
-        self._step += 1
+        self._loaded_step += 1
         return batch
 
     def _fetch(self, stream: torch.cuda.Stream) -> tuple[LoaderBatch, torch.cuda.Event] | Exception:
@@ -546,7 +560,7 @@ class DeviceBatches(Iterator[LoaderBatch]):
             with torch.cuda.stream(stream):
                 began, arrived = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 began.record(stream)
-                batch = self._loader.on_device(batch, self._step - 1, self._device)
+                batch = self._loader.on_device(batch, self._loaded_step - 1, self._device)
                 arrived.record(stream)
         except Exception as error:
             return error

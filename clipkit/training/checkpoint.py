@@ -205,6 +205,11 @@ class LoopState:
             self, step=self.step + 1, seconds=seconds, skipped=skipped, usual_norm=usual_norm, **sums
         )
 
+    @property
+    def updates(self) -> int:
+        """The number of steps whose update was made."""
+        return self.step - self.skipped
+
     def figures(self) -> dict[str, float]:
         """Return what is recorded with the metrics."""
         return {name: getattr(self, name) for name in (*_SUMS, "skipped", "seconds")}

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from clipkit.batch import Batch
+from clipkit.config import Config
 from clipkit.distributed import Gathering, copy_to_host, gather_objects, rank, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError
 from clipkit.files.atomic import write_lines
@@ -134,30 +135,30 @@ class Decisions:
 
 
 def diagnose_failed_step(
-    run: Path,
+    config: Config,
     outcome: Outcome,
+    fault: str,
     *,
     step: int,
-    fault: str,
     names: Callable[[Tensor], Sequence[tuple[str, str]]],
-    parts: int,
 ) -> ClipkitError:
     """Return the error of a step after ``step`` updates that cannot be made; all ranks call this.
 
     Either a rank has no batch, for the reason ``fault``, or the loss or the gradient is not finite. Then the
-    samples are listed by shard and key, which ``names`` returns. Each rank computes its rows in ``parts`` parts.
+    samples are listed by shard and key, which ``names`` returns.
     """
     if outcome.totals["faults"]:
         cause = next(filter(None, gather_objects(fault)))
         if not step:
             return DataError(f"{cause}; no step was made")
         return DataError(f"{cause}; step {step} is saved; the same command resumes once this is fixed")
+    run = Path(config.out)
     list_not_finite(run, names(outcome.ids), step=step, rank=rank())
     value = f"the gradient of step {step + 1} is {outcome.norm}"
     if not math.isfinite(outcome.loss):
         value = f"the loss of step {step + 1} is {outcome.loss}"
     # in as many parts as all ranks together, so that the batch fits into the memory of one process
-    replay = f"--replay accumulate={parts * world_size()}"
+    replay = f"--replay accumulate={config.accumulate * world_size()}"
     return ClipkitError(
         f"{value}; step {step} is saved, and {run}/not_finite*.jsonl lists the samples: the same command with "
         f"{replay}, in one process, repeats the step and reports where it starts; {_ADVICE}"

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from clipkit.batch import BadSample, Batch
 from clipkit.config import Config, to_toml
-from clipkit.distributed import rank, world_size
+from clipkit.distributed import barrier, rank, world_size
 from clipkit.errors import ConfigError, DataError, silence_if_broken
 from clipkit.files.atomic import drop_lines_after, write_lines
 from clipkit.files.terminal import counted, printable, redact_secrets
@@ -27,7 +27,7 @@ from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import is_due, learning_rate
-from clipkit.training.checkpoint import LoopState, planned_steps
+from clipkit.training.checkpoint import LoopState, damaged_notes, planned_steps
 from clipkit.training.costs import Workload, flops_of_steps, measured_peak
 from clipkit.training.metrics import Profile, RankClock, StepMetrics, Stopwatch
 from clipkit.training.step import TrainingStep
@@ -50,34 +50,44 @@ class Log:
 
     Args:
         config: configuration of the run.
-        state: the state before the first step; metrics of later steps, left by a killed run, are removed.
+        state: the state before the first step. Rank 0 removes what a killed run wrote about later steps; no rank
+            goes on before that is done.
+        opening: lines to print first.
         device: the training device.
         decoding: how training decodes images.
-        bad_samples: those of this run.
-        opening: lines to print first; empty ones are left out.
         profile: number of steps that rank 0 profiles.
 
     Attributes:
+        bad_samples: lists of the samples that were replaced, and their limit.
         watch: times the phases of a step.
+
+    Raises:
+        DataError: the state has too many bad samples.
     """
 
     def __init__(
         self,
         config: Config,
         state: LoopState,
+        opening: Iterable[str] = (),
         *,
         device: torch.device,
         decoding: Decoding,
-        bad_samples: "BadSamples",
-        opening: Iterable[str] = (),
         profile: int = 0,
     ) -> None:
         rank0 = rank() == 0
         self._config = config
         self._decoding = decoding
         self._run = Path(config.out)
+        self.bad_samples = BadSamples(run=self._run, batch_size=config.batch_size, limit=config.data.max_bad)
+        self.bad_samples.check(state)
+        if rank0:
+            later = [self._run / "metrics.jsonl", self._run / "results.jsonl", *self.bad_samples.paths()]
+            for path in later:
+                drop_lines_after(path, state.step)
+        barrier()
         self._progress = ProgressLine(steps=config.steps, done=state.step, shown=rank0)
-        for line in filter(None, opening):
+        for line in opening:
             self.print_line(line)
         self._began = time.monotonic() - state.seconds
         self._state = state
@@ -86,15 +96,12 @@ class Log:
         self._writers: list[Callable[[int, Mapping[str, float]], None]] = []
         self._closers: list[Callable[[], object]] = []
         if rank0:
-            path = self._run / "metrics.jsonl"
-            drop_lines_after(path, state.step)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = (self._run / "metrics.jsonl").open("a", encoding="utf-8")
             if config.log.tensorboard:
                 with suppress(ImportError):  # it is optional
                     self._add_tensorboard(state.step)
             if config.log.wandb:
                 self._add_wandb(config.log.wandb)
-        self._bad_samples = bad_samples
         self._bad_causes: Counter[str] = Counter()
         self._bad_printed = 0
         self._bad_reported = state.bad_samples
@@ -141,7 +148,7 @@ class Log:
 
     def add_bad_samples(self, step: int, bad: Sequence[BadSample]) -> None:
         """List the samples that this rank has replaced in a step, and print the first ones."""
-        self._bad_samples.append(bad, step, rank=rank())
+        self.bad_samples.append(bad, step, rank=rank())
         for sample in bad:
             if sample.cause in self._bad_causes or len(self._bad_causes) < _MAX_CAUSES:
                 self._bad_causes[sample.cause] += 1
@@ -164,6 +171,21 @@ class Log:
             read_seconds=batch.read_seconds,
             make_seconds=batch.make_seconds,
         )
+
+    def list_truncated(self, shards: Sequence[tuple[str, int]]) -> None:
+        """List the truncated shards, of which only the intact samples are used, in a file, and print the first."""
+        if rank():
+            return
+        path = self._run / "truncated_shards.jsonl"
+        path.unlink(missing_ok=True)
+        if shards:
+            write_lines(path, [{"shard": shard, "samples_kept": samples} for shard, samples in shards])
+        for shard, samples in shards[:_SHOWN_SHARDS]:
+            self.print_line(f"note: shard {shard} is truncated: {samples:,} samples kept")
+        if len(shards) > _SHOWN_SHARDS:
+            self.print_line(
+                f"note: {len(shards) - _SHOWN_SHARDS:,} more truncated shards are listed in {path}"
+            )
 
     def record_step(self, state: LoopState, *, loss: float, grad_norm: float) -> None:
         """Set the state and results of a completed step, and update the progress bar."""
@@ -238,7 +260,7 @@ class Log:
         """Print bad samples, image traits and truncated captions of the run."""
         state = self._state
         if state.bad_samples:
-            self.print_line(self._bad_samples.describe(state))
+            self.print_line(self.bad_samples.describe(state))
         self.note_traits("drawn in all, repeats counted", state.trait_counts(self._drawn))
         if state.cut_captions:
             captions = counted(self._drawn * self._config.data.caption_count, "caption")
@@ -315,11 +337,6 @@ class BadSamples:
     batch_size: int
     limit: float
 
-    @classmethod
-    def from_config(cls, config: Config) -> "BadSamples":
-        """Return the bad samples of a run."""
-        return cls(run=Path(config.out), batch_size=config.batch_size, limit=config.data.max_bad)
-
     def append(self, bad: Sequence[BadSample], step: int, *, rank: int) -> None:
         """Append the bad samples of a step to a rank's list."""
         if bad:
@@ -328,10 +345,9 @@ class BadSamples:
                 path = self.run / f"bad_samples-{rank}.jsonl"
             write_lines(path, [{"step": step, **asdict(sample)} for sample in bad], append=True)
 
-    def drop_after(self, step: int) -> None:
-        """Remove bad samples of steps after ``step`` from the lists of all ranks, also of earlier world sizes."""
-        for path in self.run.glob("bad_samples*.jsonl"):
-            drop_lines_after(path, step)
+    def paths(self) -> list[Path]:
+        """Return the lists of all ranks, also of earlier world sizes."""
+        return list(self.run.glob("bad_samples*.jsonl"))
 
     def count_drawn(self, state: LoopState) -> int:
         """Return the number of draws of a run, bad ones included."""
@@ -360,21 +376,6 @@ class BadSamples:
             f"{100 * state.bad_samples / drawn:.3g}% of the {drawn:,} samples drawn were bad "
             f"(limit: data.max_bad = {100 * self.limit:.3g}%{least})"
         )
-
-
-def list_truncated(run: Path, shards: Sequence[tuple[str, int]]) -> list[str]:
-    """Write the truncated shards, of which only the intact samples are used, to a file; return notes to print."""
-    path = run / "truncated_shards.jsonl"
-    if not shards:
-        path.unlink(missing_ok=True)
-        return []
-    write_lines(path, [{"shard": shard, "samples_kept": samples} for shard, samples in shards])
-    notes = []
-    for shard, samples in shards[:_SHOWN_SHARDS]:
-        notes.append(f"note: shard {shard} is truncated: {samples:,} samples kept")
-    if len(shards) > _SHOWN_SHARDS:
-        notes.append(f"note: {len(shards) - _SHOWN_SHARDS:,} more truncated shards are listed in {path}")
-    return notes
 
 
 class ProgressLine:
@@ -509,11 +510,12 @@ def describe_start(config: Config, step: int, newest: Path | None) -> list[str]:
     """Return lines on how training starts, or resumes from its newest checkpoint at ``step``."""
     run = Path(config.out)
     steps = config.steps
+    damaged = [] if newest is None else damaged_notes(newest)
     if step >= steps:
-        return [f"{run} has made all its {steps} steps"]
+        return [*damaged, f"{run} has made all its {steps} steps"]
     if newest is None or not step:
-        return [f"starting {run}"]
-    lines = [f"resuming {run} at step {step}"]
+        return [*damaged, f"starting {run}"]
+    lines = [*damaged, f"resuming {run} at step {step}"]
     planned = planned_steps(newest, otherwise=steps)
     if steps != planned:
         length = "longer" if steps > planned else "shorter"

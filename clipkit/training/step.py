@@ -483,6 +483,13 @@ class TrainingStep:
             averaged=averaged,
         )
 
+    @torch.no_grad()
+    def clamp_scale(self, model: CLIP, *, skip: Tensor) -> None:
+        """Keep the scale of logits within 1 and the objective's ``max_scale``, unless the update was skipped."""
+        scale = model.logit_scale
+        clamped = scale.clamp(0, math.log(self.objective.max_scale))
+        scale.copy_(torch.where(skip, scale, clamped))
+
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
     ) -> Features:

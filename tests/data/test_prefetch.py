@@ -15,9 +15,9 @@ import pytest
 import torch
 from PIL import Image
 
-from clipkit.errors import DataError
+from clipkit.batch import BadSample
 from clipkit.model.tokenizer import ClipTokenizer
-from data.loader import DeviceBatches, InputSeconds, Loader, LoaderBatch
+from data.loader import BatchError, DeviceBatches, InputSeconds, Loader, LoaderBatch
 from data.order import Order
 from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
@@ -60,6 +60,9 @@ def same(one: LoaderBatch, other: LoaderBatch) -> bool:
     return all(torch.equal(a.cpu(), b) for a, b in tensors) and one.lengths == other.lengths
 
 
+BAD = (BadSample(shard="0.tar", key="a", cause="empty"),)
+
+
 class Scripted(Loader):
     """Returns given batches, raises given errors, and records the calls."""
 
@@ -98,14 +101,23 @@ def test_cpu_batches_equal_those_of_the_loader(workers: int, shards: Shards) -> 
 
 def test_cpu_batches_are_not_copied_or_prefetched(shards: Shards) -> None:
     given = list(make_loader(shards).batches(0, 3))
-    loader = scripted(shards, [*given, DataError("broken")])
+    loader = scripted(shards, [*given, BatchError("broken", BAD)])
     batches = DeviceBatches(loader, 0, 4, CPU)
     for number, one in enumerate(given):
         assert next(batches) is one
         batches.prefetch()
         assert loader.asked == list(range(number + 1))
-    with pytest.raises(DataError, match="broken"):
-        next(batches)
+    check_placeholders(batches, loader)
+
+
+def check_placeholders(batches: DeviceBatches, loader: Scripted) -> None:
+    """Check what follows the batches of steps 0 to 2: bad samples are stated once."""
+    first, second = next(batches), next(batches)
+    batches.prefetch()
+    assert first.fault == second.fault == "broken" and loader.asked == [0, 1, 2, 3]
+    assert first.bad == BAD and second.bad == ()
+    ids = loader.order.batch(3, rank=0, world_size=1).ids
+    assert first.ids.tolist() == second.ids.tolist() == ids.tolist()
 
 
 def test_jpegs_are_decoded_later(shards: Shards) -> None:
@@ -177,12 +189,13 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(torch.cuda, "current_stream", StandIn)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: StandIn.log.append("keep"))
     monkeypatch.setattr(Loader, "on_device", lambda loader, batch, step, device: batch)
+    monkeypatch.setattr(LoaderBatch, "to", lambda batch, device: batch)
     return StandIn.log
 
 
 def test_streams_prefetch_one_batch_and_errors_keep_their_step(shards: Shards, log: list[str]) -> None:
     given = list(make_loader(shards).batches(0, 3))
-    loader = scripted(shards, [*given, DataError("broken")])
+    loader = scripted(shards, [*given, BatchError("broken", BAD)])
     batches = DeviceBatches(loader, 0, 5, torch.device("cuda"))
     assert loader.asked == []
     for number, one in enumerate(given):
@@ -195,9 +208,8 @@ def test_streams_prefetch_one_batch_and_errors_keep_their_step(shards: Shards, l
         assert log.count("record") == (4, 2, 0)[number]  # for the next transfer; at first for two
         log.clear()
     assert batches.seconds().transfer == 3 * 0.5
-    with pytest.raises(DataError, match="broken"):
-        next(batches)
-    assert next(batches, None) is None and log == []
+    check_placeholders(batches, loader)
+    assert log == []
 
 
 def test_streams_stop_after_the_last_batch(shards: Shards, log: list[str]) -> None:
@@ -236,18 +248,17 @@ def test_gpu_prefetches_one_batch(pin: bool, workers: int, shards: Shards) -> No
 
 
 @pytest.mark.gpu
-def test_gpu_error_is_raised_at_its_step(shards: Shards) -> None:
+def test_gpu_error_takes_effect_at_its_step(shards: Shards) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
-    given = list(make_loader(shards).batches(0, 2))
-    loader = scripted(shards, [*given, DataError("broken")])
-    batches = DeviceBatches(loader, 0, 3, torch.device("cuda"))
-    for number in range(2):
+    given = list(make_loader(shards).batches(0, 3))
+    loader = scripted(shards, [*given, BatchError("broken", BAD)])
+    batches = DeviceBatches(loader, 0, 4, torch.device("cuda"))
+    for number in range(3):
         assert same(next(batches), given[number])
         batches.prefetch()
         assert loader.asked == list(range(number + 2))
-    with pytest.raises(DataError, match="broken"):
-        next(batches)
+    check_placeholders(batches, loader)
 
 
 @pytest.mark.gpu

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from clipkit.config import Config
 from clipkit.errors import DataError
 from clipkit.model.clip import CLIP
 from clipkit.objectives.clip import clip_loss
@@ -106,16 +107,14 @@ def test_unwritable_list_raises_one_line_error(tmp_path: Path) -> None:
 
 
 def test_message_reports_the_nonfinite_value(tmp_path: Path) -> None:
+    config = Config(out=str(tmp_path), accumulate=3)
+
     def message(loss: float, norm: float) -> str:
         outcome = Outcome(
             totals={"faults": 0}, loss=loss, norm=norm, is_finite=False, is_spike=False, usual_norm=1.0,
             ids=torch.arange(2),
         )  # fmt: skip
-        return str(
-            diagnose_failed_step(
-                tmp_path, outcome, step=4, fault="", names=lambda ids: [NAMES[i] for i in ids], parts=3
-            )
-        )
+        return str(diagnose_failed_step(config, outcome, "", step=4, names=lambda ids: [NAMES[i] for i in ids]))
 
     assert message(torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
     assert message(torch.nan, torch.nan).startswith("the loss of step 5 is nan")

@@ -18,7 +18,7 @@ from clipkit.errors import DataError
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import log as module
 from clipkit.training.checkpoint import LoopState
-from clipkit.training.log import BadSamples, Log, ProgressLine, _clock
+from clipkit.training.log import Log, ProgressLine, _clock
 
 FIGURES = {
     "loss": 1.25, "chance": 5.5, "samples_per_second": 100.0, "data_time": 0.05, "batch_time": 0.5, "scale": 14.3,
@@ -30,15 +30,7 @@ QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.toml"
 def open_log(run: Path, state: LoopState, *settings: str, opening: Sequence[str] = ()) -> Log:
     run.mkdir(exist_ok=True)
     config = load_config(QUICKSTART, [f"out={run}", *(settings or QUIET)])
-    bad_samples = BadSamples.from_config(config)
-    return Log(
-        config,
-        state,
-        device=torch.device("cpu"),
-        decoding=Decoding(),
-        bad_samples=bad_samples,
-        opening=opening,
-    )
+    return Log(config, state, opening, device=torch.device("cpu"), decoding=Decoding())
 
 
 def after(step: int, *, bad_samples: int = 0, transparent: int = 0, cut_captions: int = 0) -> LoopState:
@@ -74,6 +66,21 @@ def test_resume_removes_figures_after_the_checkpoint(tmp_path: Path) -> None:
     log.close()
     assert [(line["step"], line["loss"]) for line in lines(path)] == [(10, 0.1), (20, 0.05), (30, 5.0)]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_lines_after_the_checkpoint_are_removed_from_the_files_of_all_former_ranks(tmp_path: Path) -> None:
+    names = (
+        "metrics.jsonl",
+        "results.jsonl",
+        "bad_samples.jsonl",
+        "bad_samples-1.jsonl",
+        "bad_samples-12.jsonl",
+    )
+    for name in names:
+        (tmp_path / name).write_text("".join(f'{{"step": {step}}}\n' for step in (4, 5, 6)))
+    open_log(tmp_path, after(5)).close()
+    for name in names:
+        assert [line["step"] for line in lines(tmp_path / name)] == [4, 5]
 
 
 def test_tensorboard_has_the_same_figures(tmp_path: Path) -> None:
@@ -204,7 +211,7 @@ def test_facts_of_a_step_may_arrive_after_the_next_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     several = ("data.caption_count=3", "loss.same=ignored")
-    log = open_log(tmp_path, after(0), *several, *QUIET, opening=["first", "", "second"])
+    log = open_log(tmp_path, after(0), *several, *QUIET, opening=["first", "second"])
     log.leave_out()
     for step in range(1, 6):
         log.add_bad_samples(step, [BadSample(shard="a", key=str(step), cause="empty")])
@@ -274,12 +281,10 @@ def test_wandb_without_login_raises_one_line_error(tmp_path: Path) -> None:
         "import sys\nfrom pathlib import Path\n"
         "import torch\nfrom clipkit.config import load_config\nfrom clipkit.errors import run_command\n"
         "from clipkit.samples.traits import Decoding\n"
-        "from clipkit.training.checkpoint import LoopState\nfrom clipkit.training.log import BadSamples, Log\n"
+        "from clipkit.training.checkpoint import LoopState\nfrom clipkit.training.log import Log\n"
         "settings = ['out=' + sys.argv[1], 'log.tensorboard=false', 'log.wandb=mine']\n"
         "config, state = load_config(Path(sys.argv[2]), settings), LoopState(step=0, data='')\n"
-        "bad_samples = BadSamples.from_config(config)\n"
-        "run_command(lambda: Log(config, state, device=torch.device('cpu'), decoding=Decoding(), "
-        "bad_samples=bad_samples))\n"
+        "run_command(lambda: Log(config, state, device=torch.device('cpu'), decoding=Decoding()))\n"
     )
     left_out = {name for name in os.environ if name.startswith("WANDB_")}
     environment = {name: value for name, value in os.environ.items() if name not in left_out}

@@ -151,16 +151,6 @@ def test_bad_samples_are_listed_by_rank(tmp_path: Path) -> None:
         bad_samples(tmp_path / "gone").append([bad_sample("a")], 2, rank=0)
 
 
-def test_lists_of_former_ranks_are_truncated_at_the_checkpoint(tmp_path: Path) -> None:
-    for rank in (0, 1, 12):
-        for step in (4, 5, 6):
-            bad_samples(tmp_path).append([bad_sample(str(rank))], step, rank=rank)
-    bad_samples(tmp_path).drop_after(5)
-    for name in ("bad_samples.jsonl", "bad_samples-1.jsonl", "bad_samples-12.jsonl"):
-        lines = (tmp_path / name).read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [4, 5]
-
-
 @pytest.mark.parametrize(
     ("bad", "used", "share", "too_many"),
     [
