@@ -43,7 +43,7 @@ from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.loader import small_stages
 from data.shards.samples import Shards
-from eval import EvalDataset, Members, Ranks, Scorer, check_image, check_tasks, find_targets
+from eval import EvalDataset, Members, Ranks, Scorer, check_image, find_targets, select_tasks
 from eval.report import build_report
 
 # The stages before the loop, in the order in which ``main`` calls them.
@@ -84,7 +84,7 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
     members = Members(image=config.data.image, captions=config.data.captions, optional=True)
     datasets = [target.dataset for target in find_targets(config.eval.data, members=members)]
     for dataset in datasets:
-        check_tasks(dataset, classes=shape.text.classes)
+        select_tasks(dataset, classes=shape.text.classes)
     sample_order = order.Order(
         shards.counts,
         seed=config.seed,
@@ -108,7 +108,7 @@ def build_model(
     not used.
     """
     notes: list[str] = []
-    first_model = partial(build.first_model, config, shape, checkpoint=newest, say=notes.append)
+    first_model = partial(build.first_model, config, shape, checkpoint=newest, add_note=notes.append)
     if config.sharding == "none" or not shape.is_native:
         model = first_model()
     else:  # rank 0 sends the weights, see ``parallel.shard``
@@ -184,9 +184,9 @@ def open_scorer(
         batch_size=config.eval.batch_size,
         bf16=bf16,
         dims=config.loss.dims,
-        say=log.print_line,
-        record=log.write_scores,
-        note=log.note_traits,
+        print_line=log.print_line,
+        write_scores=log.write_scores,
+        note_traits=log.note_traits,
         as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
     )
 

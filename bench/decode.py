@@ -72,8 +72,8 @@ def photographs(folder: Path | None) -> dict[str, Image.Image]:
     if folder is None:
         sample = load_sample_images()
         return {
-            Path(name).name: Image.fromarray(one)
-            for name, one in zip(sample.filenames, sample.images, strict=True)
+            Path(name).name: Image.fromarray(image)
+            for name, image in zip(sample.filenames, sample.images, strict=True)
         }
     return {path.name: Image.open(path).convert("RGB") for path in sorted(folder.glob("*.jpg"))}
 

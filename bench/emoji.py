@@ -63,8 +63,8 @@ def write_lite0(out: Path) -> None:
     [file] = (Path(found.origin).parent / "models").glob("*.pth")
     theirs = torch.load(file, weights_only=True, map_location="cpu")
     names = timm.create_model("tf_efficientnet_lite0").state_dict()
-    assert [one.shape for one in theirs.values()] == [one.shape for one in names.values()]
-    save_file({name: one.contiguous() for name, one in zip(names, theirs.values(), strict=True)}, out)
+    assert [tensor.shape for tensor in theirs.values()] == [one.shape for one in names.values()]
+    save_file({name: tensor.contiguous() for name, tensor in zip(names, theirs.values(), strict=True)}, out)
 
 
 def main() -> None:

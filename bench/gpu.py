@@ -226,14 +226,14 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
     if importlib.util.find_spec("open_clip") is not None:
         others.append(open_clip_steps(shape, model, bench.device))
     others.append(other_steps("plain compiled", plain, torch.compile(plain, backend=backend)))
-    for one in others:
-        if one.name == "plain compiled" and bench.left() < bench.found.get("compiled_in", 45.0):
+    for other in others:
+        if other.name == "plain compiled" and bench.left() < bench.found.get("compiled_in", 45.0):
             break
         began = time.monotonic()
-        while fits > 1 and tried(bench, one, shape, fits) is None:
+        while fits > 1 and tried(bench, other, shape, fits) is None:
             fits //= 2
-        rows[one.name] = fits
-        contestants.append(one)
+        rows[other.name] = fits
+        contestants.append(other)
     if "plain compiled" in rows:
         bench.found["compiled_in"] = max(bench.found.get("compiled_in", 0.0), time.monotonic() - began)
     while True:
@@ -249,11 +249,13 @@ def rounds(
 ) -> dict[str, Any]:
     """Run steps in turns until the time limit, and summarize them."""
     made = {size: make_batch(shape, size, bench.device) for size in set(rows.values())}
-    steps = {one.name: partial(one.step, made[rows[one.name]]) for one in contestants}
-    memory, seconds = {}, {one.name: list[float]() for one in contestants}
-    for one in contestants:
-        memory[one.name] = one.held() + bench.most_memory(steps[one.name])
-        one.optimizer.zero_grad(set_to_none=True)
+    steps = {
+        contestant.name: partial(contestant.step, made[rows[contestant.name]]) for contestant in contestants
+    }
+    memory, seconds = {}, {contestant.name: list[float]() for contestant in contestants}
+    for contestant in contestants:
+        memory[contestant.name] = contestant.held() + bench.most_memory(steps[contestant.name])
+        contestant.optimizer.zero_grad(set_to_none=True)
     for turn in range(2 if bench.small else 9):
         if turn > 1 and bench.left() < ends:
             break
@@ -342,7 +344,7 @@ def loss_alone(bench: Bench, sizes: Sequence[int], dim: int) -> None:
         table.append(row)
         generator = torch.Generator(bench.device).manual_seed(0)
         features = [torch.randn(rows, dim, device=bench.device, generator=generator) for _ in range(2)]
-        given = [F.normalize(one, dim=-1).requires_grad_() for one in features]
+        given = [F.normalize(feature, dim=-1).requires_grad_() for feature in features]
         given.append(torch.tensor(SCALE, device=bench.device, requires_grad=True))
         bias = torch.tensor(-10.0, device=bench.device, requires_grad=True)
         for name, loss in peers.items():

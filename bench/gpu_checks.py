@@ -81,9 +81,10 @@ def _loss(
     """Return the largest relative difference of the value and of the gradients."""
     results = []
     for loss, dtype in ((own, torch.float32), (plain, torch.float64)):
-        given = [one.detach().to(dtype).requires_grad_() for one in features]
+        given = [feature.detach().to(dtype).requires_grad_() for feature in features]
         given += [
-            torch.tensor(one, dtype=dtype, device=features[0].device).requires_grad_() for one in numbers
+            torch.tensor(number, dtype=dtype, device=features[0].device).requires_grad_()
+            for number in numbers
         ]
         value = loss(*given)
         torch.autograd.backward(value)
@@ -134,7 +135,7 @@ def _gradient(device: torch.device, backend: str) -> float:
 def _one_rank(device: torch.device, kind: str) -> float:
     """Compare gradients in a process group of one rank with those of the plain model."""
     model = create(ARCHITECTURES[TINY], name=TINY, seed=0).to(device).train()
-    expected = [one.clone() for one in _gradients(model, device)]
+    expected = [gradient.clone() for gradient in _gradients(model, device)]
     model.zero_grad(set_to_none=True)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -162,8 +163,11 @@ def _gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
     images, tokens, patches = (one.to(device) for one in (images, tokens, patches))
     loss = clip_loss(*model(images, tokens, patches=patches, lengths=lengths))
     torch.autograd.backward(loss)
-    gradients = [one.grad for one in model.parameters() if one.grad is not None]
-    return [loss.detach(), *(one.full_tensor() if isinstance(one, DTensor) else one for one in gradients)]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return [
+        loss.detach(),
+        *(gradient.full_tensor() if isinstance(gradient, DTensor) else gradient for gradient in gradients),
+    ]
 
 
 def _largest(own: list[Any], reference: list[Any]) -> float:

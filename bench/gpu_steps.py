@@ -66,7 +66,7 @@ class Contestant:
         """Return the bytes of the weights and the optimizer state."""
         states = (value for state in self.optimizer.state.values() for value in state.values())
         tensors = (*self.model.parameters(), *self.model.buffers(), *states)
-        return sum(one.nbytes for one in tensors if isinstance(one, Tensor))
+        return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def clipkit_steps(model: CLIP) -> Contestant:

@@ -123,7 +123,7 @@ def own(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs, folder: 
                 return torch.cat([*made])
             if plain:
                 parts = batches(inputs.prompts, inputs.batch_size)
-                return torch.cat([model.encode_text(model.tokenizer(one)) for one in parts])
+                return torch.cat([model.encode_text(model.tokenizer(part)) for part in parts])
             return encode_prompts(model, inputs.prompts, batch_size=inputs.batch_size)
 
     return encode
@@ -369,17 +369,17 @@ def report(model: str, found: dict[str, Any]) -> None:
     """Print a table of one model."""
     print(f"{model}: a product with reordered weights {found['gemm_gflops']:.0f} GFLOP/s")
     for precision, rows in found["by_precision"].items():
-        for name, one in rows.items():
-            faster = one.get("clipkit_faster")
+        for name, row in rows.items():
+            faster = row.get("clipkit_faster")
             compared = (
                 f", clipkit {faster['images']:.2f} and {faster['prompts']:.2f} times as fast"
                 if faster
                 else ""
             )
             print(
-                f"  {precision} {name}: {one['images']['per_second']:.2f} images/s "
-                f"(difference {one['images']['largest_difference']:.1e}), "
-                f"{one['prompts']['per_second']:.1f} prompts/s{compared}"
+                f"  {precision} {name}: {row['images']['per_second']:.2f} images/s "
+                f"(difference {row['images']['largest_difference']:.1e}), "
+                f"{row['prompts']['per_second']:.1f} prompts/s{compared}"
             )
     if found["ratio_to_best_of_others"]:
         print(

@@ -96,8 +96,8 @@ def epochs_of(folder: Path, selection: Selection, options: argparse.Namespace) -
     for step, batch in enumerate(loader.batches(0, steps * options.epochs), start=1):
         assert batch.bad == ()
         if step % steps == 0:
-            processes = [os.getpid(), *sorted(one.pid or 0 for one in active_children())]
-            yield [proportional(one) for one in processes]
+            processes = [os.getpid(), *sorted(active_child.pid or 0 for active_child in active_children())]
+            yield [proportional(process) for process in processes]
 
 
 def fitted(values: list[float]) -> dict[str, float]:

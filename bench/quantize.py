@@ -28,7 +28,7 @@ def accuracy(model: CLIP, dataset: str) -> tuple[float, torch.Tensor]:
     """Return zero-shot accuracy and the embeddings of the images, (N, O)."""
     subject = evaluation.Subject(evaluation.Encoder(model), evaluation.open_dataset(dataset))
     scores = evaluation.evaluate(subject, tasks=["zero-shot"])
-    return next(one.value for one in scores if one.metric == "acc1"), subject.images().projected
+    return next(score.value for score in scores if score.metric == "acc1"), subject.images().projected
 
 
 def speeds(models: dict[str, CLIP], rounds: int) -> dict[str, dict[str, float]]:

@@ -117,21 +117,21 @@ def collectives(trace: Path, world: int) -> dict[str, Any]:
     """Return the bytes that rank 0 sends in a step by kind of tensor, and the fraction of time in collectives."""
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
-    steps = [one for one in events if one.get("name", "").startswith("ProfilerStep#")]
-    begin = min(one["ts"] for one in steps)
-    end = max(one["ts"] + one["dur"] for one in steps)
+    steps = [event for event in events if event.get("name", "").startswith("ProfilerStep#")]
+    begin = min(step["ts"] for step in steps)
+    end = max(step["ts"] + step["dur"] for step in steps)
     found: dict[str, float] = {"features": 0.0, "weights and gradients": 0.0, "few numbers": 0.0}
     spans = []
     config = load_config(CONFIG)
     rows, embed = config.batch_size, create_architecture(config.model.name).embed_dim
-    for one in events:
-        name = one.get("name", "")
+    for event in events:
+        name = event.get("name", "")
         if name.startswith("gloo:"):
-            spans.append((max(one["ts"], begin), min(one["ts"] + one["dur"], end)))
+            spans.append((max(event["ts"], begin), min(event["ts"] + event["dur"], end)))
         if name not in SENT:
             assert not name.startswith("c10d::") or name in ("c10d::barrier",), name
             continue
-        numbers, dims, size = largest(one["args"])
+        numbers, dims, size = largest(event["args"])
         if dims in ([rows, embed], [rows], [1, rows]):
             kind = "features"
         else:

@@ -135,8 +135,8 @@ def main() -> None:
             wall, cpu = (statistics.median(values) for values in zip(*both, strict=True))
             rows[name][side] = {"seconds": wall, "cpu_seconds": cpu, "by_round": both}
         shown = ", ".join(
-            f"{side} {one['seconds']:.2f} s ({one['cpu_seconds']:.2f} s CPU)"
-            for side, one in rows[name].items()
+            f"{side} {row['seconds']:.2f} s ({row['cpu_seconds']:.2f} s CPU)"
+            for side, row in rows[name].items()
         )
         print(f"{name}: {shown}", flush=True)
     about = {"rounds": options.rounds, "machine": platform.machine(), "cores": os.cpu_count()}

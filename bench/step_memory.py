@@ -74,7 +74,7 @@ def open_clip_steps(name: str, images: Tensor, tokens: Tensor, recompute: int, p
                 of_images, of_texts, scale = model(*pair)
                 whole = []
                 for side, own in enumerate((of_images, of_texts)):
-                    kept = [one[side] for one in features]
+                    kept = [feature[side] for feature in features]
                     whole.append(torch.cat([*kept[:number], own, *kept[number + 1 :]]))
                 torch.autograd.backward(loss_of(*whole, scale))
         optimizer.step()

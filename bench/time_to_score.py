@@ -162,7 +162,7 @@ def main() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
     corpus = CORPORA[given.corpus]
     if given.targets:
-        pairs = (one.partition("=") for one in given.targets)
+        pairs = (target.partition("=") for target in given.targets)
         corpus = replace(corpus, targets={name: float(value) for name, _, value in pairs})
     corpus = replace(corpus, rates=tuple(given.rates or corpus.rates))
     config = load_config(Path(corpus.config), [])
@@ -202,7 +202,7 @@ def prepare(bench: Bench) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         tars = sorted((source / "train").glob("*.tar"), key=lambda path: int(path.stem))
-        samples = (one for tar in tars for one in members(tar))
+        samples = (member for tar in tars for member in members(tar))
         for number in count():
             if not (part := [*islice(samples, PER_SHARD)]):
                 break
@@ -423,8 +423,10 @@ def report(
 
     def runs(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         keys = ("seed", "rate", "length", "reached", "seconds", "evaluation_seconds")
-        shown = [{key: one[key] for key in keys if key in one} for one in records]
-        return [{**row, "last": one["curve"][-1]["scores"]} for row, one in zip(shown, records, strict=True)]
+        shown = [{key: record[key] for key in keys if key in record} for record in records]
+        return [
+            {**row, "last": record["curve"][-1]["scores"]} for row, record in zip(shown, records, strict=True)
+        ]
 
     results = json.loads(out.read_text()) if out.is_file() else {}
     results[bench.name] = {
@@ -441,7 +443,7 @@ def report(
     out.write_text(json.dumps(results, indent=2) + "\n")
     goal = ", ".join(f"{name} {value:.0%}" for name, value in bench.corpus.targets.items())
     for who, records in (("clipkit", own), ("open_clip", peer)):
-        times = (f"{one['reached']:.0f} s" if one["reached"] else "not reached" for one in records)
+        times = (f"{record['reached']:.0f} s" if record["reached"] else "not reached" for record in records)
         print(f"{who}: {goal} after {', '.join(times)}")
     if ratios:
         print(f"clipkit is {statistics.median(ratios):.2f} times as fast")

@@ -432,8 +432,8 @@ def _pack_sample(
 
 
 def _draw_split(data: bytes, test: float) -> str:
-    number = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
-    return "test" if test and number < test * 2**64 else "train"
+    hash_value = int.from_bytes(hashlib.sha256(data).digest()[:8], "big")
+    return "test" if test and hash_value < test * 2**64 else "train"
 
 
 def _unlisted_images(folder: Path, parts: Sequence[_Part]) -> Iterator[tuple[str, str]]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         read_results as read_results,
         weights_id as weights_id,
     )
-    from eval.run import check_tasks as check_tasks, evaluate as evaluate
+    from eval.run import evaluate as evaluate, select_tasks as select_tasks
     from eval.scorer import Scorer as Scorer
     from eval.tasks import TASKS as TASKS
     from eval.tasks.subject import Subject as Subject
@@ -38,7 +38,7 @@ _MODULES = {
     "eval.readers": ("open_dataset", "open_datasets"),
     "eval.readers.shards": ("Members",),
     "eval.results.records": ("Score", "append_results", "provenance", "read_results", "weights_id"),
-    "eval.run": ("check_tasks", "evaluate"),
+    "eval.run": ("select_tasks", "evaluate"),
     "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),
     "eval.tasks.subject": ("Subject",),

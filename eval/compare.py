@@ -276,11 +276,11 @@ def _test_metrics(
         scores = [(row, others[row.metric]) for row in first_rows[prompt_set] if row.metric in others]
         keys = [(model.weights, dataset, split, task, prompt_set, setting) for model in models]
         first_details, second_details = (details.get(key) for key in keys)
-        if (reason := _find_obstacle(scores)) is not None:
+        if (reason := _explain_incomparable_scores(scores)) is not None:
             yield reason
         elif first_details is None or second_details is None:
             yield _NO_DETAILS
-        elif (reason := _find_item_obstacle(first_details, second_details)) is not None:
+        elif (reason := _explain_different_items(first_details, second_details)) is not None:
             yield reason
         else:
             for row, other in scores:
@@ -309,7 +309,7 @@ def _test_score(row: Record, other: Record, first: Details, second: Details) -> 
     )
 
 
-def _find_obstacle(scores: Sequence[tuple[Record, Record]]) -> str | None:
+def _explain_incomparable_scores(scores: Sequence[tuple[Record, Record]]) -> str | None:
     """Return why scores of two models are not comparable, or None."""
     for first, second in scores:
         if first.data_revision and second.data_revision not in ("", first.data_revision):
@@ -325,7 +325,7 @@ def _find_obstacle(scores: Sequence[tuple[Record, Record]]) -> str | None:
     return None if scores else "the models have no metric in common"
 
 
-def _find_item_obstacle(first: Details, second: Details) -> str | None:
+def _explain_different_items(first: Details, second: Details) -> str | None:
     if first.data_revision and second.data_revision not in ("", first.data_revision):
         return f"the details come from different data ({first.data_revision} and {second.data_revision})"
     if first.n != second.n:
@@ -391,7 +391,7 @@ def run_compare(options: CompareOptions) -> int:
     comparison = compare(files, options.first, options.second)
     console = Console(highlight=False)
     if comparison.differences:
-        console.print(comparison_table(comparison))
+        console.print(tabulate_comparison(comparison))
     else:
         print(f"{printable(comparison.first)} and {printable(comparison.second)}: nothing could be compared")
     for line in comparison.refused:
@@ -400,7 +400,7 @@ def run_compare(options: CompareOptions) -> int:
     return 0 if comparison.differences else 1
 
 
-def comparison_table(comparison: ModelComparison) -> RenderableType:
+def tabulate_comparison(comparison: ModelComparison) -> RenderableType:
     """Show the differences of two models; A is the first and B the second.
 
     A section has the datasets over which p was corrected (one task, setting and metric), or all metrics of a single
@@ -420,8 +420,8 @@ def _tabulate_differences(comparison: ModelComparison, width: int) -> Group:
             del columns[head]
     shown_columns = [i for i, head in enumerate(_HEADS) if head in columns]
 
-    def grid(rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
-        """Rows of name, texts and style, whose columns are aligned with those of other grids."""
+    def build_grid(rows: Sequence[tuple[Text, Sequence[str], str]]) -> Table:
+        """Show rows of name, texts and style, with columns aligned with those of other grids."""
         table = Table.grid(padding=(0, 2, 0, 0))
         name_width = max(LEAST_NAME, width - sum(columns.values()) - GAP * len(columns))
         table.add_column(overflow="fold", width=name_width)
@@ -445,11 +445,11 @@ def _tabulate_differences(comparison: ModelComparison, width: int) -> Group:
         texts = []
         for name, difference in rows:
             texts.append((name, _format_cells(difference), "bold" if difference.beyond_chance else ""))
-        shown.append(grid(texts))
+        shown.append(build_grid(texts))
     count = sum(difference.beyond_chance for difference in differences)
     return Group(
         Text(f"A: {printable(comparison.first)}\nB: {printable(comparison.second)}\n"),
-        grid([(Text(""), _HEADS, "")]),
+        build_grid([(Text(""), _HEADS, "")]),
         Text("─" * width),
         *shown,
         Text(

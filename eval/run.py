@@ -52,7 +52,7 @@ _MAX_SHOWN = 200  # characters of a path in a message
 _LABELED = "of the built-in datasets, emoji and cues have a train split with labels"
 
 
-def check_tasks(
+def select_tasks(
     dataset: EvalDataset, tasks: Sequence[str] | None = None, *, classes: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Check that a dataset has what tasks need, and return the tasks; None for the dataset's own.
@@ -150,7 +150,7 @@ def evaluate(
             (target,) = find_targets([str(data)])
             subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
             tasks = target.main_tasks if tasks is None else tasks
-    tasks = check_tasks(subject.dataset, tasks)
+    tasks = select_tasks(subject.dataset, tasks)
     encoder = subject.encoder
     facts: dict[str, Any] = {}
     if out is not None and encoder.ranks.rank == 0:
@@ -212,7 +212,7 @@ def run_model(
         subject = Subject(encoder, target.dataset, metrics=target.metrics, open_split=target.open_split)
         for task in dict.fromkeys(tasks or target.main_tasks):
             try:
-                check_tasks(subject.dataset, [task], classes=classes)
+                select_tasks(subject.dataset, [task], classes=classes)
                 TASKS[task].check_model(model)
                 facts = {**provenance(model, subject.dataset, weights=""), **origin}
                 facts["options"] = options.describe_options(task)
@@ -482,7 +482,7 @@ def run_evaluation(options: ScoreOptions) -> int:
                 print(f"some scores of {model.name} are missing:", file=sys.stderr)
             print_errors(results.errors[before:])
         print_errors(errors)
-        return exit_status([*all_errors, *results.errors], results)
+        return compute_exit_status([*all_errors, *results.errors], results)
 
 
 @contextmanager
@@ -529,7 +529,7 @@ def _check_any_task(targets: Sequence[Target], tasks: Sequence[str]) -> None:
     for target in targets:
         for task in tasks or target.dataset.tasks:
             try:
-                check_tasks(target.dataset, [task])
+                select_tasks(target.dataset, [task])
             except DataError as error:
                 errors.append(error)
             else:
@@ -682,7 +682,7 @@ def print_errors(errors: Sequence[ClipkitError]) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def exit_status(errors: Sequence[ClipkitError], results: Results) -> int:
+def compute_exit_status(errors: Sequence[ClipkitError], results: Results) -> int:
     """Return the exit status: 1 if something was damaged, or there is no score at all."""
     if not all(isinstance(error, Unavailable) for error in errors):
         return 1

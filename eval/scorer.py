@@ -32,10 +32,10 @@ class Scorer:
         batch_size: images encoded at a time on each rank.
         bf16: whether the towers run in bfloat16.
         dims: sizes of prefixes of the embedding that are scored too.
-        say: called with a line for each of the main scores.
-        record: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``, and for a
-            prefix by ``dataset/task/dim64/metric``.
-        note: called for each dataset and split with the number of transparent and rotated images.
+        print_line: called with a line for each of the main scores.
+        write_scores: called on rank 0 with the step and the scores of a dataset by ``dataset/task/metric``, and
+            for a prefix by ``dataset/task/dim64/metric``.
+        note_traits: called for each dataset and split with the number of transparent and rotated images.
         as_scored: context manager that puts the model into the state to be scored.
     """
 
@@ -45,10 +45,10 @@ class Scorer:
     ranks: Ranks
     batch_size: int
     bf16: bool
-    say: Callable[[str], None]
-    record: Callable[[int, Mapping[str, float]], None]
+    print_line: Callable[[str], None]
+    write_scores: Callable[[int, Mapping[str, float]], None]
     dims: Sequence[int] = ()
-    note: Callable[[str, TraitCounts], None] = lambda images, counts: None
+    note_traits: Callable[[str, TraitCounts], None] = lambda images, counts: None
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def score_if_owed(self, step: int) -> None:
@@ -85,7 +85,7 @@ class Scorer:
             )
             snapshot = take_snapshot(subject, step=step)  # by all ranks, which share the texts
         for (name, split), counts in subject.encoder.counts.items():
-            self.note(f"dataset {name}, split {split}", counts)
+            self.note_traits(f"dataset {name}, split {split}", counts)
         if self.ranks.rank > 0:
             return
         write_snapshot(self.run, snapshot)
@@ -97,8 +97,8 @@ class Scorer:
                 names.insert(2, score.setting.replace(" ", ""))
             values["/".join(names)] = score.value
             if score.metric in _PRINTED and not is_prefix:
-                self.say(
+                self.print_line(
                     f"step {step} {score.dataset} {score.task} {score.metric} {score.value:.1%} "
                     f"[{score.low or 0:.1%}, {score.high or 1:.1%}] chance {score.chance or 0:.1%}"
                 )
-        self.record(step, values)
+        self.write_scores(step, values)

@@ -17,7 +17,15 @@ from eval.datasets.dataset import list_some
 from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
 from eval.options import VerifyOptions
 from eval.results.records import Score
-from eval.run import Results, check_towers, exit_status, find_model, join_ranks, print_errors, score_model
+from eval.run import (
+    Results,
+    check_towers,
+    compute_exit_status,
+    find_model,
+    join_ranks,
+    print_errors,
+    score_model,
+)
 
 
 def run_verify(options: VerifyOptions) -> int:
@@ -28,17 +36,17 @@ def run_verify(options: VerifyOptions) -> int:
         model = find_model(options.model[0], options.out)
         name = options.known_as or model.name
         check_towers([model.source], list_expected_tasks(options.data, name))
-        expected = open_expected(options.data, name, root=options.data_root)
+        expected = open_expected_datasets(options.data, name, root=options.data_root)
         results = Results()
         checks: list[Check] = []
         for target in expected.targets:
-            tasks = tuple(dict.fromkeys(score.task for score in list_expected(target, name)))
+            tasks = tuple(dict.fromkeys(score.task for score in list_expected_scores(target, name)))
             before = len(results.scores)
             score_model(model, [target], tasks, options, device, results)
             checks += _check_scores(target, name, results.scores[before:])
         errors = [*expected.errors, *results.errors]
         print_errors(errors)
-        status = exit_status(errors, results)
+        status = compute_exit_status(errors, results)
         if distributed.rank() > 0:
             return status
         if not checks:
@@ -89,7 +97,7 @@ def list_expected_tasks(names: Sequence[str], model: str) -> tuple[str, ...]:
     )
 
 
-def open_expected(names: Sequence[str], model: str, *, root: Path | str | None) -> ExpectedDatasets:
+def open_expected_datasets(names: Sequence[str], model: str, *, root: Path | str | None) -> ExpectedDatasets:
     """Open the datasets whose cards list scores of a model."""
     list_expected_tasks(names, model)
     targets: list[Target] = []
@@ -124,7 +132,7 @@ def _find_cards(names: Sequence[str]) -> dict[str, Card]:
     return cards
 
 
-def list_expected(target: Target, model: str) -> list[Expected]:
+def list_expected_scores(target: Target, model: str) -> list[Expected]:
     """List the scores that a dataset's card expects from a model with the prompts that the dataset uses."""
     scores: list[Expected] = []
     if target.card is None:
@@ -145,7 +153,7 @@ def _check_scores(target: Target, model: str, scores: Sequence[Score]) -> list[C
             measured[score.task, score.metric] = score.value
     return [
         (target.dataset.name, expected, measured.get((expected.task, expected.metric)))
-        for expected in list_expected(target, model)
+        for expected in list_expected_scores(target, model)
     ]
 
 

@@ -75,11 +75,11 @@ def help_of(forked: Forked) -> HelpOf:
 def check_train(arguments: list[str], help_of: HelpOf) -> None:
     """Check that the config file and all settings exist and have valid values."""
     assert arguments[0] == "train.py"
-    configs = [one for one in arguments[1:] if one.endswith(".toml") and "=" not in one]
-    settings = [one for one in arguments[1:] if re.match(r"[a-z_.0-9]+=", one)]
+    configs = [argument for argument in arguments[1:] if argument.endswith(".toml") and "=" not in argument]
+    settings = [argument for argument in arguments[1:] if re.match(r"[a-z_.0-9]+=", argument)]
     config = configs[0] if configs else "configs/quickstart.toml"
-    load_config(ROOT / config, [one.replace("=N", "=7").replace("-N", "-7") for one in settings])
-    for option in (one for one in arguments if one.startswith("--")):
+    load_config(ROOT / config, [setting.replace("=N", "=7").replace("-N", "-7") for setting in settings])
+    for option in (argument for argument in arguments if argument.startswith("--")):
         assert option in help_of("train.py"), option
 
 

@@ -42,8 +42,8 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         panel = figure.subplots()
         for name, row in rows.items():
             points = [[100 * value for value in row[score]] for score in scores]
-            spread = [stdev(one) if len(one) > 1 else 0.0 for one in points]
-            panel.errorbar(scores, [mean(one) for one in points], yerr=spread, fmt="o-", label=name)
+            spread = [stdev(point) if len(point) > 1 else 0.0 for point in points]
+            panel.errorbar(scores, [mean(point) for point in points], yerr=spread, fmt="o-", label=name)
         panel.set_ylabel("accuracy, %")
         panel.legend(frameon=False, fontsize=8)
         figure.savefig(path, dpi=120)

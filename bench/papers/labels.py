@@ -209,7 +209,7 @@ STUDIES: dict[str, Study] = {
 def _errors(means: Means) -> tuple[list[float], list[float]]:
     """Return thousands of images seen, to which compute is proportional, and 5-shot errors."""
     images = [int(name.split()[0]) * BATCH / 1000 for name in means]
-    return images, [1 - one["5-shot"] for one in means.values()]
+    return images, [1 - mean["5-shot"] for mean in means.values()]
 
 
 def saturating_fit(compute: Sequence[float], errors: Sequence[float]) -> tuple[list[float], float]:
@@ -311,7 +311,9 @@ def scores(out: Path, folder: Path) -> dict[str, float]:
         for name, task, subject in (
             ("fonts", zero_shot, fonts), ("probe", linear_probe, digits), ("5-shot", few_shot, digits),
         ):  # fmt: skip
-            found[name] = mean(one.value for one in task(subject, options).scores if one.metric == "acc1")
+            found[name] = mean(
+                score.value for score in task(subject, options).scores if score.metric == "acc1"
+            )
         done.write_text(json.dumps(found))
     found = json.loads(done.read_text())
     return {str(name): float(value) for name, value in found.items()}

@@ -83,7 +83,7 @@ def images_to_reach(points: Sequence[tuple[int, float]], target: float) -> float
 
 def means(curves: Sequence[Curve]) -> list[tuple[int, float]]:
     """Return images seen and the mean accuracy over seeds."""
-    return [(images, sum(one[images][0] for one in curves) / len(curves)) for images in sorted(curves[0])]
+    return [(images, sum(curve[images][0] for curve in curves) / len(curves)) for images in sorted(curves[0])]
 
 
 def plot(found: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:

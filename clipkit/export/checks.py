@@ -96,7 +96,7 @@ def select_texts(model: CLIP) -> tuple[str, ...]:
     if not isinstance(model.tokenizer, ClassTokenizer):
         return TEXTS
     names = model.tokenizer.names
-    return tuple(names[number % len(names)] for number in range(len(TEXTS)))
+    return tuple(names[i % len(names)] for i in range(len(TEXTS)))
 
 
 def normalize_pixels(pixels: Tensor, model: CLIP) -> Tensor:

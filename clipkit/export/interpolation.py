@@ -127,13 +127,13 @@ def run_interpolate(options: InterpolateOptions) -> int:
     first = next(models)
     origins, ground = [first.origin], first.preprocess
     print(first.origin)
-    for number, second in enumerate(models, start=2):
+    for count, second in enumerate(models, start=2):
         print(second.origin)
         origins.append(second.origin)
-        if ground != second.preprocess and number == len(sources):
+        if ground != second.preprocess and count == len(sources):
             print(f"transparent and rotated images are treated as in {second.origin}")
         if options.more:
-            interpolate(first, second, 1 / number, into=first)
+            interpolate(first, second, 1 / count, into=first)
             first.origin = origins[0]  # for messages
     if options.more:
         save_model(first, out, made_from={"mean": origins})

@@ -25,9 +25,9 @@ def printable(text: str, most: int | None = None) -> str:
     return "".join(characters)
 
 
-def counted(number: int, noun: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Format a number with a noun that forms its plural with s: ``1 image``, ``2,000 images``."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def format_bytes(count: float) -> str:

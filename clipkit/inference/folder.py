@@ -310,10 +310,10 @@ class EmbeddingFolder:
         return Totals(rows=rows, width=width, failures=failures)
 
     def _files(self, part: int) -> tuple[Path, Path]:
-        number = self._number(part)
+        digits = self._number(part)
         return (
-            self.out / self.embeddings / f"{self.embeddings}_{number}.npy",
-            self.out / "metadata" / f"metadata_{number}.parquet",
+            self.out / self.embeddings / f"{self.embeddings}_{digits}.npy",
+            self.out / "metadata" / f"metadata_{digits}.parquet",
         )
 
     def _record(self, part: int) -> Path:

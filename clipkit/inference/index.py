@@ -60,8 +60,8 @@ class ApproximateIndex:
             if stored["format"] != _FORMAT:
                 raise ValueError(f"format {stored['format']} is unknown")
             self.covers: dict[int, Stamp] = {
-                int(number): (int(rows), int(size), int(time))
-                for number, (rows, size, time) in stored["covers"].items()
+                int(file_number): (int(rows), int(size), int(time))
+                for file_number, (rows, size, time) in stored["covers"].items()
             }
             self.path = path = described.with_name(Path(str(stored["file"])).name)
             with path.open("rb") as file:
@@ -88,7 +88,7 @@ class ApproximateIndex:
             keys = self.engine.search(STORAGE["int8"].pack(query[None])[0], count, threads=1).keys
         numbers = keys >> _ROW_BITS
         rows = (keys & (2**_ROW_BITS - 1)).astype(np.int64)
-        return {int(number): np.sort(rows[numbers == number]) for number in np.unique(numbers)}
+        return {int(file_number): np.sort(rows[numbers == file_number]) for file_number in np.unique(numbers)}
 
 
 def write_index(
@@ -107,7 +107,7 @@ def write_index(
         The number of rows added, without those that are zero or not finite, and the bytes of the index.
     """
     usearch = _usearch(folder)
-    stamped_rows = {number: (stamp, rows) for number, stamp, rows in parts}
+    stamped_rows = {file_number: (stamp, rows) for file_number, stamp, rows in parts}
     index_folder = folder / "index"
     index_folder.mkdir(exist_ok=True)
     with lock_output(index_folder, "clipkit index", lock=index_folder / ".lock"):
@@ -116,8 +116,8 @@ def write_index(
         try:
             earlier = ApproximateIndex(folder, view=False)
             if all(
-                number in stamped_rows and stamped_rows[number][0] == stamp
-                for number, stamp in earlier.covers.items()
+                file_number in stamped_rows and stamped_rows[file_number][0] == stamp
+                for file_number, stamp in earlier.covers.items()
             ):
                 engine = earlier.engine
                 covers = earlier.covers
@@ -134,17 +134,17 @@ def write_index(
             )
             covers = {}
         done = 0
-        for number, (stamp, rows) in stamped_rows.items():
-            if number in covers:
+        for file_number, (stamp, rows) in stamped_rows.items():
+            if file_number in covers:
                 continue
             for start in range(0, len(rows), _BLOCK):
                 block = unpacked(rows[start : start + _BLOCK])
                 valid = np.flatnonzero(np.isfinite(block).all(axis=1) & block.any(axis=1))
-                keys = (number << _ROW_BITS) + start + valid
+                keys = (file_number << _ROW_BITS) + start + valid
                 engine.add(keys.astype(np.uint64), STORAGE["int8"].pack(block[valid]))
                 done += len(valid)
                 show(done)
-            covers[number] = stamp
+            covers[file_number] = stamp
         path = index_folder / f"rows-{secrets.token_hex(8)}.usearch"
         with replacing(path, durable=True) as temporary:
             try:

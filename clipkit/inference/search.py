@@ -243,19 +243,19 @@ class Embeddings:
             parts = []
             self.left_out = []
             complete = set[int]()
-            for number, rows, table in _files(self.folder):
+            for file_number, rows, table in _files(self.folder):
                 part = None
                 try:
                     stats = [path.stat() for path in (rows, table)]
                     stamps = [_stamp_of(status) for status in stats]
-                    digits = hashlib.sha256(repr((number, stamps)).encode()).hexdigest()[:8]
-                    part = opened_parts.get(digits) or _open_part(number, digits, rows, table, stamps)
+                    digits = hashlib.sha256(repr((file_number, stamps)).encode()).hexdigest()[:8]
+                    part = opened_parts.get(digits) or _open_part(file_number, digits, rows, table, stamps)
                 except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
                 if part is None:
                     self.left_out.append(rows)
                     continue
-                complete.add(number)
+                complete.add(file_number)
                 if len(part.rows):
                     parts.append(part)
             # after the files, which are written later
@@ -334,11 +334,11 @@ class Embeddings:
         for record in sorted((self.folder / ".parts").glob("*.jsonl")):
             if not record.stem.isdecimal() or int(record.stem) in complete:
                 continue
-            number = record.stem.zfill(len(str(self._file_count)))
+            digits = record.stem.zfill(len(str(self._file_count)))
             kind = "img_emb" if self.has_images else "text_emb"
-            missing = [f"{kind}/{kind}_{number}.npy", f"metadata/metadata_{number}.parquet"]
+            missing = [f"{kind}/{kind}_{digits}.npy", f"metadata/metadata_{digits}.parquet"]
             for file_number, _, table in _files(self.folder):
-                if file_number == int(number):
+                if file_number == int(digits):
                     missing = missing[1:] if not table.is_file() else []
             # the record is written after the files and removed before them
             if missing and record.is_file():
@@ -389,10 +389,10 @@ class Embeddings:
         }
         near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
         ranked = list[tuple[float, int, int]]()
-        for number, rows in near.items():
-            if number in covered:
-                scores = (parts[covered[number]].floats(rows) @ query).tolist()
-                indices = [covered[number]] * len(rows)
+        for file_number, rows in near.items():
+            if file_number in covered:
+                scores = (parts[covered[file_number]].floats(rows) @ query).tolist()
+                indices = [covered[file_number]] * len(rows)
                 ranked += zip([-score for score in scores], indices, rows.tolist(), strict=True)
         if len(ranked) < min(k, sum(len(parts[part_index].rows) for part_index in covered.values())):
             return None
@@ -524,7 +524,7 @@ def _stamp_of(status: os.stat_result) -> FileStamp:
 
 
 def _open_part(
-    number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]
+    file_number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]
 ) -> _Part | None:
     """Open a part; None if the numbers of rows differ because it is being replaced.
 
@@ -545,7 +545,7 @@ def _open_part(
     if len(array) != metadata.num_rows:
         return None
     part = _Part(
-        number=number,
+        number=file_number,
         digits=digits,
         path=rows,
         rows=array,

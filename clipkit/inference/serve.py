@@ -127,10 +127,10 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
 
     def parse_result(name: str) -> tuple[Collection, str]:
         """Return the collection of the result with this id, and the id of its row."""
-        number, _, row = name.partition("-")
-        if not re.fullmatch(r"[0-9]{1,4}", number):
+        file_number, _, row = name.partition("-")
+        if not re.fullmatch(r"[0-9]{1,4}", file_number):
             raise ConfigError(f"{printable(name, 40)!r} is not the id of a result")
-        return chosen(int(number)), row
+        return chosen(int(file_number)), row
 
     def embedding(name: str, of: Collection) -> Tensor:
         """Return the embedding of a result, in another collection that of the same image."""

@@ -344,10 +344,10 @@ class Meter(TorchDispatchMode):
             self._count += 1
         return _Shadow(value)
 
-    def _release(self, address: int, number: int, size: int) -> None:
+    def _release(self, address: int, storage: int, size: int) -> None:
         del self._numbers[address]
-        if number >= self._first:
-            self._changes.append((number, -size))
+        if storage >= self._first:
+            self._changes.append((storage, -size))
 
     def begin(self, parameters: Iterable[Tensor], parameters_in_blocks: Iterable[Tensor] = ()) -> None:
         """Count FLOPs and bytes from now on; tensors that exist already, such as these parameters, do not count."""
@@ -359,15 +359,15 @@ class Meter(TorchDispatchMode):
 
     def most_bytes(self, gradients: Iterable[Tensor] = ()) -> Bytes:
         """Return the most memory since ``begin``, given the gradients of parameters, which are still alive."""
-        numbers = {self._numbers[_address(gradient)] for gradient in gradients}
+        gradient_storages = {self._numbers[_address(gradient)] for gradient in gradients}
         activations = copies = block_copies = together = 0
         most_activations = most_copies = most_block_copies = most_together = 0
-        for number, size in self._changes:
+        for storage, size in self._changes:
             together += size
-            if number in self._copies:
+            if storage in self._copies:
                 copies += size
-                block_copies += size * self._copies[number]
-            elif number not in numbers:
+                block_copies += size * self._copies[storage]
+            elif storage not in gradient_storages:
                 activations += size
             most_activations = max(most_activations, activations)
             most_copies = max(most_copies, copies)

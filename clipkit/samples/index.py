@@ -376,11 +376,11 @@ def index_members(
                     number_of[extension] = len(counts)
                     counts.append(0)
                     latest.append(-1)
-            number = number_of[extension]
-            counts[number] += 1
-            if latest[number] != start:
-                latest[number] = start
-                numbers.append(number)
+            name_index = number_of[extension]
+            counts[name_index] += 1
+            if latest[name_index] != start:
+                latest[name_index] = start
+                numbers.append(name_index)
                 offsets.append(offset)
                 sizes.append(size)
     except TruncatedError as error:

@@ -64,11 +64,11 @@ class RowsByKey:
     def __del__(self) -> None:
         self._data.close()
 
-    def add(self, number: int, row: Row, key: bytes, *, image: bytes = b"") -> None:
+    def add(self, row_number: int, row: Row, key: bytes, *, image: bytes = b"") -> None:
         """Add a row.
 
         Args:
-            number: greater than that of the row before.
+            row_number: greater than that of the row before.
             key: 16 bytes, equal for the rows of a group; empty for a row that belongs to no group.
             image: 16 bytes that identify the row's image, if rows of a group may have different ones.
         """
@@ -77,7 +77,7 @@ class RowsByKey:
         except RecursionError:
             key = b""
             content = pickle.dumps(replace(row, caption=None, others={}, cause=NESTED))
-        first = number
+        first = row_number
         size = 1
         first_image = image
         try:
@@ -85,13 +85,15 @@ class RowsByKey:
                 first, size, first_image = self._data.execute(
                     "INSERT INTO groups VALUES (?, ?, ?, 1) ON CONFLICT (key) DO UPDATE SET size = size + 1 "
                     "RETURNING first, size, image",
-                    (key, number, image),
+                    (key, row_number, image),
                 ).fetchone()
             if size > MOST_ROWS:
-                first = number
+                first = row_number
                 content = pickle.dumps(replace(row, caption=None, others={}, cause=TOO_MANY_ROWS))
             if size > 1 or self._every_row:
-                self._data.execute("INSERT INTO rows VALUES (?, ?, ?, ?)", (number, first, size - 1, content))
+                self._data.execute(
+                    "INSERT INTO rows VALUES (?, ?, ?, ?)", (row_number, first, size - 1, content)
+                )
         except sqlite3.OperationalError as error:
             raise DataError(
                 f"cannot write a temporary file in {tempfile.gettempdir()}: {error}; set TMPDIR to another folder"
@@ -99,9 +101,9 @@ class RowsByKey:
         self.repeated += size > 1
         self.other_images += size > 1 and image != first_image
 
-    def position(self, number: int) -> int:
+    def position(self, row_number: int) -> int:
         """Return the index of a row in its group; 0 for the first row, and for rows that were not added."""
-        rows = self._select("SELECT position FROM rows WHERE row = ?", number)
+        rows = self._select("SELECT position FROM rows WHERE row = ?", row_number)
         return int(next(rows, (0,))[0])
 
     def stored_rows(self, first: int) -> list[Row]:
@@ -118,10 +120,10 @@ class RowsByKey:
         self._data.execute("INSERT INTO numbered (first) SELECT row FROM rows WHERE row = first ORDER BY row")
         return int(next(self._select("SELECT count(*) FROM numbered"))[0])
 
-    def group(self, number: int) -> list[Row]:
+    def group(self, group_number: int) -> list[Row]:
         """Return the rows of a numbered group."""
         rows = self._select(
-            "SELECT content FROM numbered JOIN rows USING (first) WHERE i = ? ORDER BY row", number
+            "SELECT content FROM numbered JOIN rows USING (first) WHERE i = ? ORDER BY row", group_number
         )
         return [pickle.loads(content) for (content,) in rows]
 
@@ -218,25 +220,27 @@ class TableSamples(Samples):
         self._find_path = lru_cache(maxsize=4)(Table.find_image)
         self._rows = RowsByKey(every_row=True)
         self._starts: list[int] = []  # by table, the number of rows before it
-        number = 0
+        row_number = 0
         for part, table in enumerate(self.tables):
-            self._starts.append(number)
+            self._starts.append(row_number)
             try:
                 for row in table:
-                    number += 1
-                    if progress is not None and number % _EVERY == 0:
-                        progress((part + row.progress) / len(tables), number)
-                    self._add_row(row, number, table, group, group_by)
+                    row_number += 1
+                    if progress is not None and row_number % _EVERY == 0:
+                        progress((part + row.progress) / len(tables), row_number)
+                    self._add_row(row, row_number, table, group, group_by)
             except DataError as error:
                 self.damage = str(error)
-                self._rows.add(number + 1, Row(number=number + 1, cause=self.damage, progress=1.0), b"")
+                self._rows.add(
+                    row_number + 1, Row(number=row_number + 1, cause=self.damage, progress=1.0), b""
+                )
                 break
         self._count = self._rows.number_groups()
         self._last: tuple[int, list[Row], Row] | None = None  # the sample that was looked at last
         self.repeated = self._rows.repeated
         self.other_images = self._rows.other_images
 
-    def _add_row(self, row: Row, number: int, table: Table, group: bool, group_by: str | None) -> None:
+    def _add_row(self, row: Row, row_number: int, table: Table, group: bool, group_by: str | None) -> None:
         """Store a row with its key, which is empty if it belongs to no group."""
         content = row.content
         image = b""
@@ -250,8 +254,8 @@ class TableSamples(Samples):
                 image = digest_key(b"path" + path.encode("utf-8", "surrogatepass"))
             except (DataError, ValueError):  # not a file, which is the cause of a bad sample
                 image = b""
-        if (row.number, row.path) != (number, content):
-            row = replace(row, number=number, path=content)
+        if (row.number, row.path) != (row_number, content):
+            row = replace(row, number=row_number, path=content)
         if not row.cause and table.needs_caption:
             try:
                 check_captions(row.caption)
@@ -263,7 +267,7 @@ class TableSamples(Samples):
             key = b""
             if value not in (None, ""):
                 key = digest_key(json.dumps(value, sort_keys=True).encode())
-        self._rows.add(number, row, b"" if row.cause else key, image=image)
+        self._rows.add(row_number, row, b"" if row.cause else key, image=image)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open_again, (self.tables, self._options)

@@ -164,13 +164,13 @@ def first_model(
     shape: Architecture,
     *,
     checkpoint: Path | None = None,
-    say: Callable[[str], object] = lambda line: None,
+    add_note: Callable[[str], object] = lambda line: None,
 ) -> CLIP:
     """Return a model with fresh weights or those of ``model.weights``, in training mode on the CPU.
 
     A run that resumes takes tokenizer and preprocessing from its ``checkpoint``; ``model.weights`` may no longer
     exist, unless the run trains adapters of them. Models of clipkit's own towers are then on the meta device:
-    their weights are read by ``clipkit.training.checkpoint.load_training``. ``say`` gets a line if
+    their weights are read by ``clipkit.training.checkpoint.load_training``. ``add_note`` gets a line if
     ``model.weights`` is not read, and if the decoder of captions starts with fresh weights, because those given
     have none or another one.
     """
@@ -183,7 +183,7 @@ def first_model(
     if checkpoint is not None and not adapted:
         first = outline_checkpoint(checkpoint) if shape.is_native else load_checkpoint(checkpoint)
         if model.weights:
-            say(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
+            add_note(f"the checkpoint contains all weights: model.weights = {model.weights!r} is not read")
         if not _fits(first, shape):
             cause = f"of another architecture than {model.label}"
             if other := _describe_other_classes(first, shape):
@@ -218,7 +218,7 @@ def first_model(
             has = "another" if first.architecture.decoder else "no"
             anew = "is not used" if shape.decoder is None else "starts with fresh weights"
             if first.set_decoder(shape.decoder, seed=seed):
-                say(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
+                add_note(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
         if first.architecture.masked != shape.masked:
             first.set_masked(shape.masked, seed=seed)
         if fresh := shape.logit_bias and first.logit_bias is None:

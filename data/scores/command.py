@@ -393,7 +393,7 @@ def _report(name: str, manifest: dict[str, Any], options: ScoreOptions) -> None:
 # --------------------------------------------------------------------------------------------------------------
 # The page that shows what each filter keeps and drops.
 
-_EXAMPLES = 12  # kept, and as many dropped
+_EXAMPLES = 12  # that pass, and as many dropped
 # of numbers; most frequent other values
 _BARS = 24
 _VALUES = 12
@@ -406,7 +406,7 @@ ShardRow = tuple[int, int]  # number of the shard, row
 @dataclass
 class _Effect:
     filter: Filter
-    kept: int = 0
+    passed: int = 0
     dropped: int = 0
     missing: int = 0
     values: Counter[Any] = field(default_factory=Counter)  # (bin or value, passes) → samples
@@ -422,7 +422,7 @@ class _Effect:
         if passes is None:
             self.missing += 1
             return False
-        self.kept = self.kept + passes
+        self.passed = self.passed + passes
         self.dropped = self.dropped + (not passes)
         bar = int(np.searchsorted(self.edges, value, side="right")) - 1 if self.edges else value
         self.values[bar, passes] += 1
@@ -434,7 +434,7 @@ class _Effect:
         return passes
 
     def bars(self) -> tuple[list[tuple[str, int, int]], int]:
-        """Return label, kept and dropped samples of each bin or frequent value, and the largest number."""
+        """Return label, passed and dropped samples of each bin or frequent value, and the largest number."""
         totals: Counter[Any] = Counter()
         for (value, _), count in self.values.items():
             totals[value] += count

@@ -219,8 +219,8 @@ def _open_names(card: Card, root: Root, prompts: str) -> Target:
         raise Unavailable(f"{card.name}: {card.get}", cause="missing")
     target = _open_card(images, root, prompts=prompts, captions="")
     labels = [0] * len(images.keys)
-    for label, number in enumerate(images.match_classes(target.keys or images.keys)):
-        labels[number] = label
+    for label, class_index in enumerate(images.match_classes(target.keys or images.keys)):
+        labels[class_index] = label
     dataset = replace(target.dataset, name=card.name, languages=read_babel_languages(folder, labels))
     return replace(target, dataset=dataset, metrics=card.metrics, card=card)
 

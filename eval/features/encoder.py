@@ -374,8 +374,8 @@ class _ImagePass:
         finally:
             loaded.close()
 
-    def _encode_piece(self, numbers: Sequence[int], loaded: Iterator[_Loaded]) -> None:
-        local = numbers[self.ranks.rank :: self.ranks.world]
+    def _encode_piece(self, indices: Sequence[int], loaded: Iterator[_Loaded]) -> None:
+        local = indices[self.ranks.rank :: self.ranks.world]
         failed = torch.zeros(self.ranks.world, dtype=torch.int64)  # by rank: 1 + the number of the image
         digests: list[bytes] = []
         fresh: _Rows = {}
@@ -384,22 +384,22 @@ class _ImagePass:
         except _BrokenImage as error:
             failed[self.ranks.rank] = error.args[0] + 1
         # ranks that succeeded must not wait for features that will never come
-        broken = [number - 1 for number in self.ranks.gather(failed).tolist() if number]
+        broken = [index - 1 for index in self.ranks.gather(failed).tolist() if index]
         if broken:  # perhaps on another rank: read the image again for the cause
             check_image(self.dataset, min(broken), self.model.preprocess)
             where = self.dataset.describe_image(min(broken))
             raise DataError(f"{where} could be read only at the second attempt: check the disk")
-        digests, columns = self._gather(len(numbers), digests, fresh)
+        digests, columns = self._gather(len(indices), digests, fresh)
         for values in columns.values():
             _check_finite(values, f"dataset {self.dataset.name}")
-        new = [i for i, number in enumerate(numbers) if not self.stored[number]]
+        new = [i for i, index in enumerate(indices) if not self.stored[index]]
         self.file.write(
-            np.array([numbers[i] for i in new], dtype=np.int64),
+            np.array([indices[i] for i in new], dtype=np.int64),
             [digests[i] for i in new],
             {name: values[new] for name, values in columns.items()},
         )
-        for digest, number in zip(digests, numbers, strict=True):
-            self.rows.setdefault(digest, number)
+        for digest, index in zip(digests, indices, strict=True):
+            self.rows.setdefault(digest, index)
 
     def _encode(self, loaded: Iterator[_Loaded], fresh: _Rows) -> list[bytes]:
         """Return the digests of images; add the features of those without known features to ``fresh``."""
@@ -465,30 +465,30 @@ class _ImagePass:
         sources = [first.setdefault(digest, i) for i, digest in enumerate(every)]
         return every, {name: values[sources] for name, values in columns.items()}
 
-    def _loaded(self, numbers: Sequence[int]) -> Generator[_Loaded, None, None]:
+    def _loaded(self, indices: Sequence[int]) -> Generator[_Loaded, None, None]:
         """Yield the numbered images in order while threads read and decode the next ones."""
 
-        def load(number: int) -> _Loaded:
+        def load(index: int) -> _Loaded:
             try:
-                content = self.dataset.images.read(number)
+                content = self.dataset.images.read(index)
                 digest = digest_content(content)
                 if digest in self.rows:
                     return _Loaded(digest=digest, pixels=None)
                 pixels, traits = pixels_and_traits(content, self.model.preprocess)
                 return _Loaded(digest=digest, pixels=pixels, traits=traits)
             except DataError as error:
-                raise _BrokenImage(number) from error
+                raise _BrokenImage(index) from error
 
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        remaining = iter(numbers)
+        remaining = iter(indices)
         pool = ThreadPoolExecutor(min(_MAX_THREADS, cores), thread_name_prefix="eval-decode")
         try:
             waiting: deque[Future[_Loaded]] = deque(
-                pool.submit(load, number) for number in islice(remaining, self.batch_size * _BATCHES_AHEAD)
+                pool.submit(load, index) for index in islice(remaining, self.batch_size * _BATCHES_AHEAD)
             )
             while waiting:
                 image = waiting.popleft().result()
-                waiting.extend(pool.submit(load, number) for number in islice(remaining, 1))
+                waiting.extend(pool.submit(load, index) for index in islice(remaining, 1))
                 yield image
         finally:
             pool.shutdown(cancel_futures=True)
@@ -502,15 +502,15 @@ def images_per_pass(pixels: Tensor) -> int:
     return max(share, _LEAST_SHARE)
 
 
-def check_image(dataset: EvalDataset, number: int, preprocess: Preprocess) -> None:
+def check_image(dataset: EvalDataset, index: int, preprocess: Preprocess) -> None:
     """Raise DataError if an image of a dataset cannot be read, decoded or mapped to 8 bits."""
     try:
-        eval_pixels(dataset.images.read(number), preprocess)
+        eval_pixels(dataset.images.read(index), preprocess)
     except PixelRangeError as error:
-        raise DataError(f"{dataset.describe_image(number)}: {error}") from error
+        raise DataError(f"{dataset.describe_image(index)}: {error}") from error
     except DataError as error:
         raise DataError(
-            f"{dataset.describe_image(number)}: {error}; fix or remove it (images are never skipped)"
+            f"{dataset.describe_image(index)}: {error}; fix or remove it (images are never skipped)"
         ) from error
 
 

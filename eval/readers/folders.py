@@ -312,10 +312,10 @@ def _read_real_labels(file: Path, images: Sequence[Path], classes: int) -> torch
     valid_labels = frozenset(range(classes))
     for image in images:
         match = _VALIDATION.fullmatch(image.stem)
-        number = int(match[1]) if match is not None else 0
-        if not 1 <= number <= len(rows):
+        image_number = int(match[1]) if match is not None else 0
+        if not 1 <= image_number <= len(rows):
             raise DataError(f"{file} has no labels for {image.name}: expected ILSVRC2012_val_00000001.JPEG …")
-        labels.append(rows[number - 1])
+        labels.append(rows[image_number - 1])
         if not valid_labels.issuperset(labels[-1]):
             raise DataError(f"{file}: labels of {image.name} are not among {classes} class folders")
     return make_multi_hot(labels, classes)

@@ -343,7 +343,7 @@ def _to_json(value: Snapshot | Details) -> bytes:
     return (text + "\n").encode("utf-8", "replace")  # names may hold halves of surrogate pairs
 
 
-def _read_file(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
+def _read_json_object(path: Path, kind: type[_Value], what: str, largest: int) -> _Value:
     try:
         if path.stat().st_size > largest or not path.is_file():
             raise DataError(f"{path} is not {what}: expected a file of at most {largest:,} bytes")
@@ -383,7 +383,7 @@ def find_snapshots(run: Path) -> dict[str, dict[int, Path]]:
 
 def read_snapshot(path: Path) -> Snapshot:
     """Read one snapshot."""
-    return _read_file(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
+    return _read_json_object(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
 
 
 def details_folder(results: Path) -> Path:
@@ -424,7 +424,7 @@ def read_details(results: Path) -> tuple[list[Details], list[str]]:
     read, broken, notes = [], [], []
     for path in paths[:_MAX_DETAILS_FILES]:
         try:
-            read.append(_read_file(path, Details, "a details file", _MAX_DETAILS_BYTES))
+            read.append(_read_json_object(path, Details, "a details file", _MAX_DETAILS_BYTES))
         except DataError:
             broken.append(path.name)
     if broken:

@@ -98,8 +98,8 @@ def test_plain_model_equals_clipkit_and_open_clip() -> None:
     theirs.load_state_dict(model.state_dict())
     features = model(batch.images, batch.tokens)
     for other in (plain(batch.normalized, batch.tokens), theirs(batch.normalized, batch.tokens)):
-        for one, same in zip(features, other, strict=False):
-            torch.testing.assert_close(one, same, rtol=1e-4, atol=1e-5)
+        for feature, same in zip(features, other, strict=False):
+            torch.testing.assert_close(feature, same, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(clip_loss(*features), plain_loss(*features))
 
 

@@ -163,5 +163,5 @@ def compare(found: Tensor, batch: Given, want: Tensor, exact: Given, *, rounded:
     slopes, exact_slopes, rounded_slopes = (
         gradients(value, of) for value, of in ((found, batch), (want, exact), (rounded, batch))
     )
-    for one, two, three in zip(slopes, exact_slopes, rounded_slopes, strict=True):
-        assert error(one, two, floor=1e-2) <= max(bound, 4 * error(three, two, floor=1e-2))
+    for slope, two, three in zip(slopes, exact_slopes, rounded_slopes, strict=True):
+        assert error(slope, two, floor=1e-2) <= max(bound, 4 * error(three, two, floor=1e-2))

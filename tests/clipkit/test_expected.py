@@ -34,7 +34,7 @@ def test_parameter_counts_equal_the_study(runs: PublicRuns) -> None:
     model, shape, loss = runs.model()
     with torch.device("meta"):
         made = CLIP(shape_of(model, replace(loss, name="clip"), SmallConfig(), sizes=shape))
-    count = sum(one.numel() for one in made.parameters()) / 1e6
+    count = sum(parameter.numel() for parameter in made.parameters()) / 1e6
     assert count == pytest.approx(PARAMETERS[runs.name], abs=0.006)
 
 

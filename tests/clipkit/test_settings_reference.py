@@ -20,11 +20,11 @@ NAMED = re.compile(r"[a-z_.0-9]+ = ")
 
 def test_settings_have_an_explanation_and_a_valid_default() -> None:
     for entries in section_fields().values():
-        for one in entries:
-            text, within = describe_setting(one), get_valid_values(one)
-            assert len(text.split()) >= 2 and text.endswith((".", "}.")), one.name
-            assert text[0].isupper() or text.startswith('"'), one.name
-            assert within is None or within.holds(one.default), one.name
+        for entry in entries:
+            text, within = describe_setting(entry), get_valid_values(entry)
+            assert len(text.split()) >= 2 and text.endswith((".", "}.")), entry.name
+            assert text[0].isupper() or text.startswith('"'), entry.name
+            assert within is None or within.holds(entry.default), entry.name
 
 
 def test_settings_reference_lists_defaults_within_80_columns() -> None:

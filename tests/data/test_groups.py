@@ -66,7 +66,7 @@ def bad_rows(out: Path) -> list[tuple[int, str | None, str]]:
 
 def test_rows_of_an_image_equal_a_row_with_a_list(folder: Path, tmp_path: Path) -> None:
     images = [{"image": name, "caption": [f"{name} {i}" for i in range(5)]} for name in NAMES]
-    rows = [{"image": one["image"], "caption": text} for one in images for text in one["caption"]]
+    rows = [{"image": image["image"], "caption": text} for image in images for text in image["caption"]]
     by_list = pack(
         json_lines(folder / "lists.jsonl", images), tmp_path / "lists", PackOptions(test=1), progress=False
     )

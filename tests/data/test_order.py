@@ -67,10 +67,10 @@ def test_parts_of_ranks_form_the_batch(
         for _ in range(2)
     )
     parts = [order.batch(step, rank=rank, world_size=world) for rank in range(world)]
-    assert {len(one.ids) for one in parts} <= {size // world, -(-size // world)}
+    assert {len(part.ids) for part in parts} <= {size // world, -(-size // world)}
     whole = alone.batch(step)
     for name in ("ids", "epochs", "rows"):
-        assert np.array_equal(np.concatenate([getattr(one, name) for one in parts]), getattr(whole, name))
+        assert np.array_equal(np.concatenate([getattr(part, name) for part in parts]), getattr(whole, name))
     assert whole.rows.tolist() == list(range(size))
 
 

@@ -339,7 +339,7 @@ def many(tmp_path: Path) -> Path:
 def held_out(folder: Path) -> set[str]:
     """Return the captions of split test; check that train has all others."""
     test, train = (
-        {one["txt"].decode() for one in samples(folder, split).values()} for split in ("test", "train")
+        {sample["txt"].decode() for sample in samples(folder, split).values()} for split in ("test", "train")
     )
     assert not test & train
     assert len(test | train) == 400
@@ -392,7 +392,11 @@ def test_folder_names_become_classes(tmp_path: Path) -> None:
     (tmp_path / "photos/cat/loop").symlink_to(tmp_path / "photos")
     found = pack(tmp_path / "photos", tmp_path / "out")
     assert found.bad == {"link to a folder that contains it": 1}
-    assert [one["txt"].decode() for one in samples(tmp_path / "out").values()] == ["a dog", "cat", "cat"]
+    assert [sample["txt"].decode() for sample in samples(tmp_path / "out").values()] == [
+        "a dog",
+        "cat",
+        "cat",
+    ]
     assert (tmp_path / "out/classes.txt").read_text() == "a dog\ncat\n"
     (tmp_path / "photos/cat/1.txt").write_text("a cat")  # caption files take precedence over class names
     assert pack(tmp_path / "photos", tmp_path / "captions").bad["no caption"] == 2
@@ -487,7 +491,7 @@ def test_json_values_keep_their_types(images: Path, tmp_path: Path) -> None:
         },
         {"a.b": 1, "a_b": 2, "a b": 3, "\ud800": 4},
     ]
-    lines = [json.dumps({"path": "images/a.jpg", "caption": ["one", "two"], **one}) for one in others]
+    lines = [json.dumps({"path": "images/a.jpg", "caption": ["one", "two"], **other}) for other in others]
     (tmp_path / "t.jsonl").write_text("\n".join(lines) + "\n")
     report = pack(tmp_path / "t.jsonl", tmp_path / "out", PackOptions(group=False), progress=False)
     both = {"captions": ["one", "two"]}  # captions of the sample, from where evaluation reads them
@@ -518,7 +522,7 @@ def test_column_has_the_same_field_name_in_every_row(images: Path, tmp_path: Pat
         "late_one": "late_one_",
     }
     assert report.fields == names
-    found = [json.loads(one.get("json", b"{}")) for one in samples(tmp_path / "out").values()]
+    found = [json.loads(sample.get("json", b"{}")) for sample in samples(tmp_path / "out").values()]
     assert found == [{names[column]: value for column, value in row.items()} for row in rows]
 
 

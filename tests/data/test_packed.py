@@ -344,8 +344,8 @@ def test_remote_parquet_is_downloaded_once_and_again_when_it_changes(
 
     def downloads() -> int:
         return sum(
-            one.name.endswith(".parquet") and one.sent > 500  # smaller responses are HEAD requests
-            for one in nginx.requests()
+            request.name.endswith(".parquet") and request.sent > 500  # smaller responses are HEAD requests
+            for request in nginx.requests()
         )
 
     assert downloads() == 2 and samples(folder) == wanted and downloads() == 2

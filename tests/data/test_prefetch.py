@@ -237,13 +237,14 @@ def test_gpu_prefetches_one_batch(pin: bool, workers: int, shards: Shards) -> No
         for _ in range(20):  # computation lags behind, so that memory freed too early would be overwritten
             busy = busy @ busy / 2048
         kept.append((batch.images.float().sum() + 0 * busy.sum().nan_to_num(), other.images.float().sum()))
-        assert all(one.device == device for one in batch.tensors()) and batch.ids.device.type == "cpu"
+        assert all(tensor.device == device for tensor in batch.tensors()) and batch.ids.device.type == "cpu"
         del batch
     assert all(abs(one.item() - two.item()) <= 1e-4 * two.item() for one, two in kept)
     torch.cuda.synchronize()
     assert batches.seconds().transfer > 0
     assert all(
-        same(one, two) for one, two in zip(DeviceBatches(loader, 0, STEPS, device), expected, strict=True)
+        same(DeviceBatch, two)
+        for DeviceBatch, two in zip(DeviceBatches(loader, 0, STEPS, device), expected, strict=True)
     )
 
 

@@ -62,8 +62,10 @@ def listed(tar: bytes, *, at_hand: bool) -> tuple[Members, str]:
 def theirs(tar: bytes) -> Members:
     with tarfile.open(fileobj=io.BytesIO(tar), errors="surrogateescape") as opened:
         files = [one for one in opened if one.isreg()]
-    names = [one.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for one in files]
-    return [(name, one.offset_data, one.size) for name, one in zip(names, files, strict=True)]
+    names = [
+        file.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace") for file in files
+    ]
+    return [(name, file.offset_data, file.size) for name, file in zip(names, files, strict=True)]
 
 
 letters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])

@@ -162,5 +162,5 @@ def add_details(
 
 
 def write(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
-    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path

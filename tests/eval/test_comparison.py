@@ -11,7 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from eval.compare import ModelComparison, compare, comparison_table
+from eval.compare import ModelComparison, compare, tabulate_comparison
 from eval.datasets.dataset import EvalDataset
 from eval.metrics import compare_correct
 from eval.metrics.classes import mean_per_class_recall, roc_auc
@@ -69,7 +69,7 @@ def add(
 
 def printed(comparison: ModelComparison) -> str:
     console = Console(width=80, record=True, file=StringIO())
-    console.print(comparison_table(comparison))
+    console.print(tabulate_comparison(comparison))
     return console.export_text()
 
 
@@ -150,7 +150,7 @@ def test_details_of_other_scores_are_rejected(results: Path) -> None:
         }
         file.write(json.dumps({**line, "prompt_set": "own", "metric": "acc1", "value": 0.123}) + "\n")
     found = compare([results], "small", "large")
-    assert [one.metric for one in found.differences] == ["mean_per_class_recall"]
+    assert [difference.metric for difference in found.differences] == ["mean_per_class_recall"]
     assert "zero-shot on digits: acc1: the details do not match the scores" in found.refused
 
 

@@ -281,7 +281,7 @@ def test_undecodable_image_is_named_on_every_rank(model: CLIP, write_dataset: Wr
     with pytest.raises(DataError, match=message):
         evaluation.evaluate(model, dataset, batch_size=4)
     outcomes = Meeting().run(lambda ranks: Encoder(model, ranks=ranks).images(dataset))
-    assert all(isinstance(one, DataError) and "s0000013" in str(one) for one in outcomes)
+    assert all(isinstance(outcome, DataError) and "s0000013" in str(outcome) for outcome in outcomes)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("eval-decode")]
 
 
@@ -371,9 +371,9 @@ def test_class_head_uses_names_without_prompts(model: CLIP, write_dataset: Write
     images = Encoder(head).images(dataset).projected
     guessed = (images @ torch.as_tensor(clipkit.encode_text(["red", "blue", "green"], head)).T).argmax(1)
     assert scores["acc1"].value == (guessed == torch.tensor([0, 1, 2])).double().mean().item()
-    evaluation.check_tasks(dataset, classes=names)
+    evaluation.select_tasks(dataset, classes=names)
     with pytest.raises(DataError, match="cannot be scored by zero-shot: 'red' is not one of the"):
-        evaluation.check_tasks(dataset, classes=["blue", "green"])
+        evaluation.select_tasks(dataset, classes=["blue", "green"])
 
 
 @pytest.mark.parametrize("own_card", [False, True])

@@ -53,7 +53,7 @@ def test_mean_hsic_over_all_batches_equals_hsic_of_all_images(count: int, width:
     def of(chosen: tuple[int, ...]) -> float:
         return float(hsic(*(one[list(chosen)] @ one[list(chosen)].T for one in (first, second))))
 
-    batches = [of(one) for one in combinations(range(count), 4)]
+    batches = [of(combination) for combination in combinations(range(count), 4)]
     assert sum(batches) / len(batches) == pytest.approx(of(tuple(range(count))), rel=1e-9, abs=1e-12)
 
 

@@ -73,7 +73,9 @@ def scored(model: CLIP, target: object, out: Path, *tasks: str, skip: bool = Fal
 
 def features(model: CLIP, contents: list[bytes], texts: list[str]) -> torch.Tensor:
     """Return cosine similarities, images × texts, by the model's own methods."""
-    pixels = torch.stack([eval_pixels(Image.open(BytesIO(one)), model.preprocess) for one in contents])
+    pixels = torch.stack(
+        [eval_pixels(Image.open(BytesIO(content)), model.preprocess) for content in contents]
+    )
     with torch.no_grad():
         images = model.encode_image(pixels, normalize=True)
         return images @ model.encode_text(model.tokenizer(texts), normalize=True).T
@@ -124,7 +126,7 @@ def test_images_are_encoded_once(
     monkeypatch.setattr(Encoder, "images", counted)
     (target,) = find_targets([str(xtd)])
     found = scored(model, target, tmp_path / "r.jsonl")
-    assert {one.setting for one in found.scores} == {"de", "jp", "it", "mean of de, jp, it"}
+    assert {score.setting for score in found.scores} == {"de", "jp", "it", "mean of de, jp, it"}
     assert len(calls) == 1
 
 
@@ -142,7 +144,7 @@ def test_class_names_per_language_equal_separate_datasets(
         (folder / "classnames.txt").write_text("\n".join(own) + "\n")
         expected = scored(model, find_targets([str(folder)])[0], tmp_path / f"{language}.jsonl").scores
         assert {one.metric: one.value for one in expected} == {
-            one.metric: one.value for one in both if one.setting == language
+            item.metric: item.value for item in both if item.setting == language
         }
     with pytest.raises(DataError, match="no language 'xx'"):
         select_languages(target, ["xx"])
@@ -171,7 +173,7 @@ def test_babel_imagenet_scores_named_classes(
     (tmp_path / "babel_imagenet" / "nllb_dist13b_prompts.json").write_text(json.dumps({"DE": ["ein {}."]}))
     (target,) = find_targets(["babel_imagenet"], root=tmp_path)
     found = scored(model, target, tmp_path / "r.jsonl")
-    accuracy = next(one for one in found.scores if one.metric == "acc1")
+    accuracy = next(score for score in found.scores if score.metric == "acc1")
 
     opened = open_dataset(folder)
     number_of = [CLASSES.index(order[label]) for label in labels]  # class numbers of the card

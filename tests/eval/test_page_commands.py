@@ -40,7 +40,7 @@ def test_runs_are_compared_by_their_last_step(tmp_path: Path, capsys: pytest.Cap
         same: dict[str, Any] = {"model": str(run), "n": 600}
         first = {**line(i, "digits", "acc1", 0.2), **same}
         trained = [{**first, "step": step, "weights": f"{run.name} at step {step}"} for step in (10, 20)]
-        (own,) = (one for one in read_details(results[i])[0] if one.weights.endswith(str(i)))
+        (own,) = (detail for detail in read_details(results[i])[0] if detail.weights.endswith(str(i)))
         value = own.right["acc1"].tensor().float().mean().item()
         scored = {**first, "value": value, "step": 20}
         few = {**scored, "task": "few-shot", "setting": "4-shot"}
@@ -80,7 +80,7 @@ def test_compare_uses_the_named_checkpoint(tmp_path: Path, capsys: pytest.Captur
     scored = []
     for i, step in ((1, 20), (2, 30)):
         add_details(results, i + 1, ["digits"])
-        (own,) = (one for one in read_details(results)[0] if one.weights.endswith(str(i)))
+        (own,) = (detail for detail in read_details(results)[0] if detail.weights.endswith(str(i)))
         value = own.right["acc1"].tensor().float().mean().item()
         name = str(run / "checkpoints" / f"step_{step:08d}")
         whose = {"model": name, "step": step, "architecture": "ViT-B-32"}

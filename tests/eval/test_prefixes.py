@@ -34,7 +34,7 @@ def test_prefix_scores_during_training_equal_models_of_that_dimension(
     ]
     scorer = Scorer(
         model=model, datasets=datasets, run=run, ranks=ONE_RANK, batch_size=8, bf16=False, dims=(4, 9),
-        say=said.append, record=lambda step, scores: recorded.update(scores),
+        print_line=said.append, write_scores=lambda step, scores: recorded.update(scores),
     )  # fmt: skip
     scorer.score(3)
     scorer.score(6)

@@ -270,7 +270,7 @@ def rewrite(folder: Path, change: Callable[[str, bytes], bytes]) -> None:
     """Change members of a split's tars without changing their sizes."""
     for path in folder.glob("*.tar"):
         with tarfile.open(path) as tar:
-            members = [(one, tar.extractfile(one).read()) for one in tar.getmembers()]  # type: ignore[union-attr]
+            members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]  # type: ignore[union-attr]
         with tarfile.open(path, "w") as tar:
             for member, data in members:
                 changed = change(member.name, data)

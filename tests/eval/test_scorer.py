@@ -26,7 +26,7 @@ def scorer_of(
 
     scorer = Scorer(
         model=model, datasets=datasets, run=run, ranks=ONE_RANK, batch_size=8, bf16=False,
-        say=said.append, record=record,
+        print_line=said.append, write_scores=record,
     )  # fmt: skip
     return scorer, said, recorded
 

@@ -40,7 +40,7 @@ def accuracy(weights: dict[str, torch.Tensor], model: CLIP, data: Path) -> float
 
 
 def soup(models: list[str], data: Path, out: Path, *more: str) -> int:
-    named = [argument for one in models for argument in ("--model", one)]
+    named = [argument for model in models for argument in ("--model", model)]
     return main(["soup", *named, "--data", str(data), "--out", str(out), "--device", "cpu", *more])
 
 

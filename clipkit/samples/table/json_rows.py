@@ -151,8 +151,8 @@ class JsonDocument(Format):
             raise DataError(f"{path} has no JSON object in its first {_DETECTED} rows")
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
-        for number, value in enumerate(self._values, 1):
-            progress = number / len(self._values)
+        for row_number, value in enumerate(self._values, 1):
+            progress = row_number / len(self._values)
             if isinstance(value, _MissingImage):
                 name = f"image_id {value.image_id} (captions: {value.captions})"
                 yield Record(cells={required[0]: name}, cause=_NOT_LISTED, progress=progress)

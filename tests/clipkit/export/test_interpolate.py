@@ -167,7 +167,7 @@ def test_more_than_two_models_are_averaged(
         mean = torch.stack([one.state_dict()[name].double() for one in (*two, third)]).mean(dim=0)
         torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-7)
     assert json.loads((out / "model.json").read_text())["made_from"] == {
-        "mean": [f"clipkit checkpoint {one}" for one in sources]
+        "mean": [f"clipkit checkpoint {source}" for source in sources]
     }
     with pytest.raises(ConfigError, match="--alpha needs two models"):
         dispatch(["interpolate", *sources, "--alpha", "0.5", "--out", str(tmp_path / "new")])

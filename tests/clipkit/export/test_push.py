@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
             hub.files.setdefault(name, {})
             hub.private.setdefault(name, asked.get("visibility") == "private" or asked.get("private") is True)
             return self.answer({"url": f"{hub.url}/{name}"}, status=409 if known else 200)
-        repository = next((one for one in hub.files if f"/{one}" in path), "")
+        repository = next((file for file in hub.files if f"/{file}" in path), "")
         if not repository:
             return self.answer({"error": "no"}, status=404, headers={"X-Error-Code": "RepoNotFound"})
         action = path.partition(f"/{repository}")[2]
@@ -94,18 +94,18 @@ class _Handler(BaseHTTPRequestHandler):
         if action.startswith("/preupload/"):
             modes = [
                 {
-                    "path": one["path"],
-                    "uploadMode": "lfs" if one["size"] > 10_000 else "regular",
+                    "path": entry["path"],
+                    "uploadMode": "lfs" if entry["size"] > 10_000 else "regular",
                     "shouldIgnore": False,
                 }
-                for one in json.loads(body)["files"]
+                for entry in json.loads(body)["files"]
             ]
             return self.answer({"files": modes})
         if action == ".git/info/lfs/objects/batch":
             objects = [
-                {**one, **({} if one["oid"] in hub.stored else {"actions": {"upload": {"href": href}}})}
-                for one in json.loads(body)["objects"]
-                for href in [f"{hub.url}/stored/{one['oid']}"]
+                {**entry, **({} if entry["oid"] in hub.stored else {"actions": {"upload": {"href": href}}})}
+                for entry in json.loads(body)["objects"]
+                for href in [f"{hub.url}/stored/{entry['oid']}"]
             ]
             return self.answer({"objects": objects, "transfer": "basic"})
         if action.startswith("/commit/"):
@@ -123,7 +123,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.answer({"commitUrl": address, "commitOid": hub.sha(repository)})
         if action.startswith("/tree/"):
             tree = [
-                {"type": "file", "path": name, "size": len(one), "oid": "0"} for name, one in files.items()
+                {"type": "file", "path": name, "size": len(file), "oid": "0"} for name, file in files.items()
             ]
             return self.answer(tree)
         if action.startswith("/resolve/"):

@@ -61,7 +61,7 @@ def imported(file: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             names.add(str(node.module).partition(".")[0])
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("find_spec", "import_module")):
-            names |= {str(one.value) for one in node.args if isinstance(one, ast.Constant)}
+            names |= {str(argument.value) for argument in node.args if isinstance(argument, ast.Constant)}
     return names
 
 

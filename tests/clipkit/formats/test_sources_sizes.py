@@ -234,8 +234,8 @@ def test_short_captions_keep_their_features_in_a_longer_context(tmp_path: Path) 
     for length in (78, 248):
         longer = clipkit.load(tmp_path / "model", context_length=length)
         same = [
-            torch.equal(clipkit.encode_text([one], longer), clipkit.encode_text([one], before))
-            for one in captions
+            torch.equal(clipkit.encode_text([caption], longer), clipkit.encode_text([caption], before))
+            for caption in captions
         ]
         assert all(same[:19]) and not any(same[20:])
         assert longer.tokenizer(["hat " * 300]).shape == (1, length)

@@ -68,8 +68,8 @@ def test_ray_tasks_write_the_files_of_one_process(
 
     def called(ray: object, function: Any, arguments: Iterator[Any], *, resource: str) -> Iterator[Any]:
         assert resource == "CPU"
-        for one in reversed(list(arguments)):
-            yield pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(one)))))
+        for argument in reversed(list(arguments)):
+            yield pickle.loads(pickle.dumps(function(*pickle.loads(pickle.dumps(argument)))))
 
     class NoCluster:
         def __init__(self, *_: object) -> None: ...

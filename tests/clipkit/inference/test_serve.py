@@ -326,7 +326,7 @@ def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, inde
         body, kind = form((images / f"{number}.png").read_bytes())
         code, text = status(f"{address}api/search?k=3", body, **{"Content-Type": kind})
         assert code == 200
-        return [Path(one["path"]).name for one in json.loads(text)["results"]]
+        return [Path(entry["path"]).name for entry in json.loads(text)["results"]]
 
     def index() -> None:
         if indexed:

@@ -34,10 +34,12 @@ def test_batches_are_full_within_a_part_despite_failures(photos: Path, model: CL
     items = ((number // 6, item) for number, item in enumerate(Stream([str(photos)])))
     features = FeatureStream(model, batch_size=3, workers=2)
     outcomes = list(features.run(items, kind="image"))
-    batches = [one for one in outcomes if isinstance(one, Features)]
-    names = [(one.part, [Path(item.key).stem for item in one.items]) for one in batches]
+    batches = [outcome for outcome in outcomes if isinstance(outcome, Features)]
+    names = [(batch.part, [Path(item.key).stem for item in batch.items]) for batch in batches]
     assert names == [(0, ["0", "1", "3"]), (0, ["4"]), (1, ["6", "7", "8"]), (1, ["9"])]
-    failed = [(one.part, Path(one.item.key).stem) for one in outcomes if isinstance(one, Failure)]
+    failed = [
+        (outcome.part, Path(outcome.item.key).stem) for outcome in outcomes if isinstance(outcome, Failure)
+    ]
     assert failed == [(0, "2"), (0, "5")]
     assert features.empty("image").shape == features.empty("caption").shape == (0, 128)
     assert FeatureStream(model).batch_size == 32
@@ -62,7 +64,9 @@ def test_bf16_features_are_close_and_float32(photos: Path, model: CLIP) -> None:
         features = FeatureStream(model, batch_size=8, precision=precision)
         items = ((0, item) for item in Stream([str(photos)]))
         outcomes = list(features.run(items, kind="image"))
-        rows[precision] = np.concatenate([one.rows for one in outcomes if isinstance(one, Features)])
+        rows[precision] = np.concatenate(
+            [outcome.rows for outcome in outcomes if isinstance(outcome, Features)]
+        )
         assert rows[precision].dtype == np.float32
         assert np.abs(np.linalg.norm(rows[precision], axis=1) - 1).max() < 1e-5
     cosine = (rows["fp32"] * rows["bf16"]).sum(axis=1)

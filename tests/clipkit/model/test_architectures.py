@@ -100,4 +100,4 @@ def test_library_towers_get_images_in_the_layout_of_fast_convolutions() -> None:
     features = [model.encode_image(one) for one in (pixels, pixels.to(memory_format=torch.channels_last))]
     features.append(model.encode_image(seen[0].contiguous()))
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in seen)
-    assert len(seen) == 3 and all(one.equal(features[0]) for one in features)
+    assert len(seen) == 3 and all(feature.equal(features[0]) for feature in features)

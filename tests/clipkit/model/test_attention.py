@@ -89,7 +89,7 @@ def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> 
 def test_heatmaps_equal_finite_differences() -> None:
     model = create("ViT-Ti-8-48", seed=0).double().eval()
     images, texts = random_images(model, 1), F.normalize(torch.randn(2, 192, dtype=torch.float64), dim=1)
-    blocks = [one for one in attention_blocks(model) if isinstance(one, ResidualAttentionBlock)]
+    blocks = [block for block in attention_blocks(model) if isinstance(block, ResidualAttentionBlock)]
     visual, step, total = model.visual, 1e-6, torch.zeros(2, 37, dtype=torch.float64)
     with torch.no_grad():
         for number in range(len(blocks)):

@@ -52,7 +52,7 @@ class Letters:
         return self
 
     def decode(self, ids: list[int]) -> str:
-        return "".join(self.words[one] for one in ids)
+        return "".join(self.words[id_] for id_ in ids)
 
 
 def letters(feed: str, seed: int) -> CLIP:
@@ -124,7 +124,7 @@ def test_exhaustive_beam_search_finds_the_best_caption(feed: str) -> None:
         for image, caption, plain in zip(shown, found, greedy, strict=True):
             chances = next_words(model, image)
             means = {
-                ids: sum(chances[ids[:place]][one] for place, one in enumerate(ids)) / len(ids)
+                ids: sum(chances[ids[:place]][id_] for place, id_ in enumerate(ids)) / len(ids)
                 for ids in every
             }
             best = max(every, key=means.__getitem__)
@@ -132,7 +132,7 @@ def test_exhaustive_beam_search_finds_the_best_caption(feed: str) -> None:
             ids: tuple[int, ...] = ()
             while len(ids) < 4 and 4 not in ids:
                 ids += (max(range(5), key=chances[ids].__getitem__),)
-            assert plain == model.tokenizer.decode([one for one in ids if one != 4])
+            assert plain == model.tokenizer.decode([id_ for id_ in ids if id_ != 4])
 
 
 @torch.no_grad()
@@ -246,7 +246,7 @@ def test_caption_likelihoods_equal_those_of_single_captions(
 
 def test_captions_start_with_the_prefix_and_invalid_options_are_rejected() -> None:
     model, shown = letters("tokens", 2), images(2)
-    assert all(one.startswith("ab") for one in generate_captions(model, shown, prefix="ab"))
+    assert all(caption.startswith("ab") for caption in generate_captions(model, shown, prefix="ab"))
     assert generate_captions(model, shown[:0]) == []
     with pytest.raises(DataError, match="the prefix has 4 tokens, but captions have at most 4 with the end"):
         generate_captions(model, shown, prefix="abab")

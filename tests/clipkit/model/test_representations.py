@@ -150,8 +150,8 @@ def test_image_representations_are_thread_safe(kind: str, tmp_path: Path) -> Non
         images = random_images(model, count)
         with torch.inference_mode():
             outs = [image_representations(model, images) for _ in range(30)]
-        return all(torch.equal(one.before_projection, outs[0].before_projection) for one in outs) and all(
-            len(one.before_projection) == len(one.projected) == count for one in outs
+        return all(torch.equal(out.before_projection, outs[0].before_projection) for out in outs) and all(
+            len(out.before_projection) == len(out.projected) == count for out in outs
         )
 
     with ThreadPoolExecutor(4) as pool:

@@ -220,7 +220,7 @@ def of_whole_texts(texts: list[str]) -> list[list[int]]:
     """Ids of each text without splitting it into parts, padded as by ``tokenize``."""
     clean = [clean_text(text) for text in texts]
     words = [map(tokenizer._words.__getitem__, tokenizer._word_pattern().findall(one)) for one in clean]
-    rows = [[START_OF_TEXT, *memoryview(b"".join(one)).cast("H"), END_OF_TEXT] for one in words]
+    rows = [[START_OF_TEXT, *memoryview(b"".join(word)).cast("H"), END_OF_TEXT] for word in words]
     longest = max(map(len, rows), default=2)
     return [row + [0] * (longest - len(row)) for row in rows]
 

@@ -158,7 +158,7 @@ def test_names_are_compared_with_the_tokenizer_of_the_model(tiny: CLIP) -> None:
 def test_further_templates_are_compared_only_for_equal_names() -> None:
     templates = [f"a photo of a {{c}}, number {i}" for i in range(80)]
     names = [f"class {i}" for i in range(1000)] + ["class 7"]
-    prompts = [[fill_template(one, name) for one in templates] for name in names]
+    prompts = [[fill_template(template, name) for template in templates] for name in names]
     ByteTokenizer.asked = 0
     assert find_indistinguishable_classes(ByteTokenizer(), prompts) == [(7, 1000)]
     assert ByteTokenizer.asked == 1001 + 2 * 80

@@ -269,7 +269,7 @@ def test_weights_without_a_decoder_get_a_fresh_one(tmp_path: Path) -> None:
     save_model(plain, tmp_path / "model")
     lines: list[str] = []
     chosen = replace(config.model, weights=str(tmp_path / "model"))
-    found = first_model(replace(config, model=chosen, seed=4), shape, say=lines.append)
+    found = first_model(replace(config, model=chosen, seed=4), shape, add_note=lines.append)
     assert found.architecture == shape and len(lines) == 1 and "has no decoder of captions" in lines[0]
     assert all(value.isfinite().all() for value in found.state_dict().values())
     lock(found, image="all", text="all")

@@ -67,7 +67,7 @@ def test_student_equal_to_teacher_has_zero_loss_and_gradient() -> None:
     student = (batch.images, batch.texts, batch.scale)
     loss = distillation_loss(*student, *student)
     assert abs(loss.item()) < 1e-6
-    assert all(one.abs().max() < 1e-6 for one in gradients(loss, batch))
+    assert all(gradient.abs().max() < 1e-6 for gradient in gradients(loss, batch))
 
 
 def test_teacher_has_no_gradient() -> None:

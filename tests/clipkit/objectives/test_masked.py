@@ -113,7 +113,7 @@ def test_masked_pixels_do_not_affect_tokens() -> None:
     found = chosen_in(images)
     hidden = torch.ones(len(images), PATCHES, dtype=torch.bool)
     for row, sources in enumerate(found["sources"].tolist()):
-        hidden[row, [one for one in sources if one < PATCHES]] = False
+        hidden[row, [source for source in sources if source < PATCHES]] = False
     assert hidden.sum() > 20
     grid = hidden.view(-1, 1, 4, 4).repeat_interleave(SIDE, 2).repeat_interleave(SIDE, 3)
     noise = torch.randint(0, 256, images.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(9))
@@ -168,10 +168,12 @@ def test_masked_term_sums_over_chosen_patches(target: str) -> None:
     replaced = found["sources"], model.masked_head.mask_embedding
     tokens = model.visual.encode_with_tokens(images, colors=model.colors, replaced=replaced)[1][:, 1:]
     predicted = torch.stack(
-        [model.masked_head.head(one[at]) for one, at in zip(tokens, found["chosen"], strict=True)]
+        [model.masked_head.head(token[at]) for token, at in zip(tokens, found["chosen"], strict=True)]
     )
     if target == "features":
-        taught = torch.stack([one[1:][at] for one, at in zip(teach().tokens, found["chosen"], strict=True)])  # type: ignore[arg-type]
+        taught = torch.stack(
+            [token[1:][at] for token, at in zip(teach().tokens, found["chosen"], strict=True)]
+        )  # type: ignore[arg-type]
         taught = taught - taught.mean(-1, keepdim=True)
         expected = (1 - (F.normalize(predicted, dim=-1) * F.normalize(taught, dim=-1)).sum(-1)).sum()
     elif target == "pixels":
@@ -219,7 +221,8 @@ def test_masked_settings(tmp_path: Path) -> None:
     )
     works = workloads_of(late, world=1, shard_ranks=1, bf16=False)
     found = [
-        (one.steps, one.model.architecture.vision.image_size, one.model.masked_head is None) for one in works
+        (work.steps, work.model.architecture.vision.image_size, work.model.masked_head is None)
+        for work in works
     ]
     assert found == [(600, 8, True), (300, 16, True), (100, 16, False)]
     first = load_config(QUICKSTART, [])

@@ -42,7 +42,7 @@ def pairs(length: int, count: int) -> tuple[Tensor, Tensor]:
 
 def gradients(model: CLIP, *features: Tensor) -> dict[str, Tensor]:
     model.zero_grad()
-    torch.autograd.backward([one.square()[:, :7].sum() for one in features])
+    torch.autograd.backward([feature.square()[:, :7].sum() for feature in features])
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 

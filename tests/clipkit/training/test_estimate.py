@@ -125,7 +125,7 @@ def test_memory_equals_that_of_torch_adamw(model: CLIP, name: str) -> None:
 
 def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
     work = Workload(model=model, config=Config(batch_size=64), world=4)
-    size = 4 * sum(one.numel() for one in model.parameters())
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
     found = communication_of(work)
     assert (found.weights, found.gradients) == (0, round(2 * size * 3 / 4))
     assert found.features == 3 / 4 * 4 * (2 * 64 * model.architecture.embed_dim + 4 * 64)

@@ -58,7 +58,7 @@ def test_gathered_bytes_are_halved_and_equal_the_formula(
 
 def padded(parameters: Collection[nn.Parameter]) -> int:
     """Return the number of values; two ranks have equally many rows."""
-    return sum(math.ceil(len(one) / 2) * 2 * one[0].numel() for one in parameters)
+    return sum(math.ceil(len(parameter) / 2) * 2 * parameter[0].numel() for parameter in parameters)
 
 
 def test_no_block_is_gathered_in_vain(gathered: Mapping[str, tuple[int, int]]) -> None:

@@ -174,7 +174,7 @@ def test_only_rows_of_this_rank_are_read(rows: int) -> None:
 def test_model_without_values_keeps_architecture_and_flags(model: CLIP) -> None:
     model.visual.requires_grad_(False)
     empty = without_values(model.eval())
-    assert empty.training and {one.device.type for one in empty.parameters()} == {"meta"}
+    assert empty.training and {parameter.device.type for parameter in empty.parameters()} == {"meta"}
     assert empty.architecture == model.architecture
     assert [(name, one.shape, one.requires_grad) for name, one in empty.named_parameters()] == [
         (name, one.shape, one.requires_grad) for name, one in model.named_parameters()
@@ -186,7 +186,7 @@ def test_single_rank_needs_no_wrapper(model: CLIP) -> None:
     assert replicated(model) is model
     with gathered(model), local_gradients(model, last=False):
         complete_gradients(model)
-    assert all(torch.equal(one, before[name]) for name, one in gradients(model).items())
+    assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(model).items())
     assert scalars(model) == [model.logit_scale, model.logit_bias]
 
 

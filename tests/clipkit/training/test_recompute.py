@@ -39,7 +39,7 @@ def pass_through(model: CLIP) -> tuple[dict[str, Tensor], int]:
         image, text, scale = model(images, tokenize(["a cat", "", "two dogs on a beach"], trim=True))
         total = (scale * image @ text.T).square().sum()
     torch.autograd.backward(total)
-    weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     bytes_kept = sum(size for at, size in kept.items() if at not in weights)
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}, bytes_kept
 

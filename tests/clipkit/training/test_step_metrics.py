@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from clipkit.training.metrics import PHASES, StepMetrics, Stopwatch
+from clipkit.training.metrics import PHASES, RankTimes, StepMetrics, Stopwatch
 
 CPU = torch.device("cpu")
 
@@ -180,3 +180,16 @@ def test_slowest_part_of_the_input_is_explained(
             samples=8, flops=0, read_seconds=read_seconds / 3, make_seconds=make_seconds / 3
         )
     assert cause in explain(training, workers)
+
+
+def test_slowest_rank_and_its_cause() -> None:
+    names = [f"rank {i} on node{i // 2}" for i in range(4)]
+    phases = {"data": [0.0, 0.01, 0.0, 0.3], "forward": [1.0, 1.1, 1.0, 1.0], "optimizer": [0.1] * 4}
+    times = RankTimes(names=names, phases=phases)
+    assert times.slowest == 3 and times.cause == "data" and times.is_slow
+    assert times.excess == pytest.approx(0.3 / 1.1)
+    assert times.waiting == pytest.approx([0.3, 0.19, 0.3, 0.0])
+    line = "rank 3 on node1 takes 27% longer than the others, mostly in data: 300 ms a step instead of 0 ms"
+    assert times.describe().startswith(line)
+    even = RankTimes(names=names, phases={**phases, "data": [0.0] * 4})
+    assert not even.is_slow and even.cause == "forward"

@@ -133,20 +133,20 @@ def test_names_labels_and_images(made: Path) -> None:
     assert len(classes) == len(CODES) + 2 and names["en"] == classes and set(names) == set(emoji.LANGUAGES)
     assert all(len(of_language) == len(classes) for of_language in names.values())
     assert names["bn"][-2] == "en woman scientist" and names["de"][-2] == "de woman scientist"
-    for one in samples(made, "train"):
-        label = int(one["cls"])
+    for sample in samples(made, "train"):
+        label = int(sample["cls"])
         assert (
-            classes[label] == one["txt"].decode() == one["names"]["en"]
-            and names["de"][label] == one["names"]["de"]
+            classes[label] == sample["txt"].decode() == sample["names"]["en"]
+            and names["de"][label] == sample["names"]["de"]
         )
-        assert one["code"] in (COMPOSED, FLAG) or one["keywords"]["de"] == ["de pet"]
-        image = Image.open(io.BytesIO(one["png"]))
+        assert sample["code"] in (COMPOSED, FLAG) or sample["keywords"]["de"] == ["de pet"]
+        image = Image.open(io.BytesIO(sample["png"]))
         assert image.size == (emoji.SIDE,) * 2 and image.mode == "RGB"
         corner, inside = image.getpixel((1, 1)), image.getpixel((24, 48))
         assert corner == (255, 255, 255) and inside == tuple(
-            int(c * 2, 16) for c in COLORS[one["artist"]][1:]
+            int(c * 2, 16) for c in COLORS[sample["artist"]][1:]
         )
-    assert {Image.open(io.BytesIO(one["png"])).getpixel((9, 9)) for one in samples(made, "test")} == {
+    assert {Image.open(io.BytesIO(sample["png"])).getpixel((9, 9)) for sample in samples(made, "test")} == {
         (255,) * 3
     }
 

@@ -53,7 +53,7 @@ def test_good_shards(good: Path) -> None:
     assert (shards.count, shards.looked_into, shards.samples, shards.samples_known) == (3, 3, 36, True)
     assert shards.bytes == sum(path.stat().st_size for path in good.iterdir())
     assert (shards.missing, shards.broken) == ((), ())
-    assert [(one.name, one.count, one.used_as) for one in names.members] == [
+    assert [(member.name, member.count, member.used_as) for member in names.members] == [
         ("jpg", 36, "image"),
         ("txt", 36, "caption"),
     ]
@@ -301,7 +301,7 @@ def test_repeated_files_in_a_sample(tmp_path: Path) -> None:
         members += [(f"{key}.png", image_file(9, form="png")), (f"{key}.json", b"[]")] * (number == 5)
     write_tar(tmp_path / "0.tar", members)
     found = look([str(tmp_path)])
-    assert {one.name: (one.count, one.repeated) for one in found.names.members} == {
+    assert {member.name: (member.count, member.repeated) for member in found.names.members} == {
         "txt": (12, 4),
         "json": (9, 1),
         "jpg": (8, 0),
@@ -345,7 +345,7 @@ def test_keys_and_members(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", members)
     found = look([str(tmp_path)])
     names = found.names
-    assert {one.name: (one.count, one.repeated, one.setting) for one in names.members} == {
+    assert {member.name: (member.count, member.repeated, member.setting) for member in names.members} == {
         "txt": (4, 0, ""),
         "jpg": (3, 1, ""),
         "1.jpg": (1, 0, "data.image=1.jpg"),

@@ -49,7 +49,7 @@ def test_equal_items_are_grouped(kinds: list[int]) -> None:
 def test_histogram_counts_each_value_once(values: list[int]) -> None:
     bins = Histogram.of("x", values, (0, 10, 100))
     assert bins.labels == ("0–9", "10–99", "100 and more")
-    assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= one < 100 for one in values)
+    assert sum(bins.counts) == len(values) and bins.counts[1] == sum(10 <= value < 100 for value in values)
 
 
 def test_token_counts_include_special_tokens_in_the_text() -> None:

@@ -50,7 +50,7 @@ def test_json_fields_are_reported(tmp_path: Path) -> None:
     last = METAS[11] | {"tags": ["x", "y"], "url": "u" * 99, "mixed": 1}
     metas = [first, *METAS[1:11], last, None, None]
     found = look([str(with_json(tmp_path / "0.tar", metas))])
-    fields = {one.name: (one.kind, one.count, one.values) for one in found.fields.fields}
+    fields = {field.name: (field.kind, field.count, field.values) for field in found.fields.fields}
     assert fields == {
         "width": ("number", 12, "100 to 111"),
         "lang": ("text", 12, '"en" 67%, "de" 33%'),

@@ -132,7 +132,7 @@ def test_ctrl_c_prints_one_line(shards: str) -> None:
 def test_augmentation_settings_reach_the_loader(shards: str, word: str, changed: dict[str, Any]) -> None:
     loader, _ = make_loader(parse(["speed", "--quiet", shards, word]))
     assert loader.augmentation == replace(Augmentation.of(DataConfig()), **changed)
-    assert {one.name for one in fields(Augmentation)} >= changed.keys()
+    assert {field.name for field in fields(Augmentation)} >= changed.keys()
 
 
 @pytest.mark.parametrize(

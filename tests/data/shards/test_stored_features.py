@@ -137,11 +137,11 @@ def test_samples_have_their_features(
 def test_features_do_not_change_batches_and_move_with_them(pairs: Path, stored: tuple[Path, Path]) -> None:
     for images, texts in (stored, (stored[0], None)):
         taught, plain = make_loader(pairs, StoredFeatures(images, texts)), make_loader(pairs, None)
-        for one, other in zip(taught.batches(0, 4), plain.batches(0, 4), strict=True):
-            assert torch.equal(one.images, other.images) and torch.equal(one.ids, other.ids)
-            assert other.teacher is None and one.teacher is not None
-            assert (one.teacher.texts is None) == (texts is None)
-            moved = one.to(torch.device("meta"))
+        for batch, other in zip(taught.batches(0, 4), plain.batches(0, 4), strict=True):
+            assert torch.equal(batch.images, other.images) and torch.equal(batch.ids, other.ids)
+            assert other.teacher is None and batch.teacher is not None
+            assert (batch.teacher.texts is None) == (texts is None)
+            moved = batch.to(torch.device("meta"))
             assert len(moved.tensors()) == 4 + (texts is not None)
             assert all(tensor.device.type == "meta" for tensor in moved.tensors())
 

@@ -26,7 +26,7 @@ from eval.report.command import list_published
 from eval.report.tables import score_table
 from eval.results.records import read_details
 from eval.results.table import read_table
-from eval.verify import list_expected, open_expected
+from eval.verify import list_expected_scores, open_expected_datasets
 from tests.eval.made_up_results import line, write
 
 WriteDataset = Callable[..., Path]
@@ -83,8 +83,10 @@ def test_prompt_equals_captions_that_contain_it(
         scores, expected = (
             evaluation.evaluate(model, one, tasks=["retrieval"]) for one in (target.dataset, plain)
         )
-        assert [(one.metric, one.value) for one in scores] == [(one.metric, one.value) for one in expected]
-        assert {one.prompt_set for one in scores} == {prompts}
+        assert [(score.metric, score.value) for score in scores] == [
+            (one.metric, one.value) for one in expected
+        ]
+        assert {score.prompt_set for score in scores} == {prompts}
         facts = [evaluation.provenance(model, one, weights="")["captions"] for one in (target.dataset, plain)]
         assert facts[0] == facts[1]
         prints.add(facts[0])
@@ -116,17 +118,17 @@ def test_lines_details_and_pages_distinguish_prompts(
     def scored(*more: str) -> set[tuple[str, str]]:
         before = len(read_results(out))
         assert main([*arguments, *more]) == 0
-        return {(one["task"], one["prompt_set"]) for one in read_results(out)[before:]}
+        return {(result["task"], result["prompt_set"]) for result in read_results(out)[before:]}
 
     assert scored() == {("zero-shot", "first"), ("retrieval", "")}
     assert scored("--prompts", "openai") == {("zero-shot", "openai"), ("retrieval", "openai")}
     assert scored("--prompts", "mine") == {("retrieval", "mine")}  # prompts of classes are unchanged
     assert scored("--prompts", "openai") == scored() == set()
-    of_retrieval = [one for one in read_results(out) if one["task"] == "retrieval"]
+    of_retrieval = [result for result in read_results(out) if result["task"] == "retrieval"]
     for key in ("captions", "inputs"):
         assert len({one[key] for one in of_retrieval}) == 3
-    details = [one for one in read_details(out)[0] if one.task == "retrieval"]
-    assert {one.prompt_set for one in details} == {"", "openai", "mine"}
+    details = [detail for detail in read_details(out)[0] if detail.task == "retrieval"]
+    assert {detail.prompt_set for detail in details} == {"", "openai", "mine"}
     assert main(["report", str(out), "--markdown", "-"]) == 0
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if row.startswith("| both")]
     assert [row[0] for row in rows if row[2] == "mean R@1"] == [
@@ -153,7 +155,7 @@ def test_different_prompts_with_one_name_are_not_compared(
             arguments = ["retrieval", "--model", str(source), "--data", str(folder), "--out", str(out)]
             assert main([*arguments, "--prompts", prompts]) == 0
     found = compare([], *map(str, results))
-    assert {one.prompt_set for one in found.differences} == {""}
+    assert {difference.prompt_set for difference in found.differences} == {""}
     (why,) = (one for one in found.refused if "differ" in one)
     assert why.startswith("retrieval on both: the captions of set openai differ (")
     (note,) = read_table(results).notes
@@ -171,10 +173,10 @@ def test_expected_scores_belong_to_their_caption_prompts(folder: Path) -> None:
         )
     )
     (folder / "card.toml").write_text(CARD + known)
-    found = open_expected([str(folder)], "m", root=None)
+    found = open_expected_datasets([str(folder)], "m", root=None)
     told = [
-        (one.dataset.caption_prompt_set, [each.value for each in list_expected(one, "m")])
-        for one in found.targets
+        (target.dataset.caption_prompt_set, [each.value for each in list_expected_scores(target, "m")])
+        for target in found.targets
     ]
     assert told == [("openai", [0.1, 0.3]), ("", [0.2])]
 
@@ -220,7 +222,10 @@ def test_new_card_explains_caption_prompts(folder: Path, write_dataset: WriteDat
         (own / "card.toml").write_text(re.sub(r"^# (?=\[|\w+ = )", "", text, flags=re.MULTILINE))
         (target,) = find_targets([str(own)], prompts="NAME")
         assert target.dataset.caption_template == ("a photo of {c}" if asked else "{c}")
-        assert [one.value for one in list_expected(find_targets([str(own)])[0], "MODEL")] == [0.5]
+        assert [
+            expected_score.value
+            for expected_score in list_expected_scores(find_targets([str(own)])[0], "MODEL")
+        ] == [0.5]
 
 
 def test_cards_have_caption_prompt_of_the_paper() -> None:

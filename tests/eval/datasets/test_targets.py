@@ -12,7 +12,7 @@ from clipkit.errors import ConfigError, DataError, Unavailable
 from clipkit.samples.remote.transfer import PATIENCE
 from eval.datasets.catalog import new_card
 from eval.datasets.targets import find_targets, open_available, open_suites
-from eval.verify import explain_no_checks, list_expected_tasks, open_expected
+from eval.verify import explain_no_checks, list_expected_tasks, open_expected_datasets
 
 WriteDataset = Callable[..., Path]
 KNOWN = "open_clip:ViT-B-32/openai"
@@ -26,7 +26,7 @@ def test_unreachable_root_is_reported_once(monkeypatch: pytest.MonkeyPatch) -> N
         closed.bind(("127.0.0.1", 0))
         root = f"http://127.0.0.1:{closed.getsockname()[1]}/sets"
         targets, trouble = open_suites(["vtab19"], root=root)
-        known = open_expected([], KNOWN, root=root)
+        known = open_expected_datasets([], KNOWN, root=root)
     assert str(trouble[0]).startswith(f"{root}: the connection failed (Connection refused)")
     assert str(trouble[0]).endswith("19 datasets not available: caltech101, cifar100, dtd and 16 more")
     assert (len(trouble), len(known.errors), targets + known.targets) == (1, 1, [])
@@ -36,9 +36,9 @@ def test_missing_datasets_are_reported_in_one_line_each(tmp_path: Path) -> None:
     pytest.importorskip("torchvision")
     with pytest.raises(ConfigError, match=r"--data-root .*none: no such folder$"):
         open_suites(["clip27"], root=tmp_path / "none")
-    known = open_expected([], KNOWN, root=tmp_path)
+    known = open_expected_datasets([], KNOWN, root=tmp_path)
     lines = list(map(str, known.errors))
-    assert known.count == len(lines) > 20 and all(isinstance(one, Unavailable) for one in known.errors)
+    assert known.count == len(lines) > 20 and all(isinstance(error, Unavailable) for error in known.errors)
     at = "published at hf://datasets/clip-benchmark/wds_food101, or in the layout of torchvision.datasets.Food101"
     assert f"food101: not under {tmp_path}; {at}" in lines
     assert explain_no_checks(known, KNOWN) == (
@@ -55,7 +55,7 @@ def test_invalid_dataset_does_not_stop_others(write_dataset: WriteDataset, tmp_p
     (wrong / "card.toml").write_text('tasks = ["zero-shot"]\nmetric = "acc_1"\n')
     names = [str(wrong), str(good[0]), "mnist", str(damaged), str(good[1])]
     targets, trouble = open_available(names)
-    assert [one.dataset.name for one in targets] == ["A-test", "B-test"]
+    assert [target.dataset.name for target in targets] == ["A-test", "B-test"]
     assert [type(one) for one in trouble] == [Unavailable, DataError, DataError]
     said = [str(one) for one in trouble]
     assert "pass its location with --data-root" in said[0] and str(damaged) in said[2]
@@ -77,7 +77,7 @@ def test_known_scores_are_found_from_cards_alone(tmp_path: Path) -> None:
     ):
         list_expected_tasks(["digits"], "x")
     with pytest.raises(ConfigError, match=rf"known for 'x' on cifar100, .*{KNOWN}.*--as NAME"):
-        open_expected(["cifar100"], "x", root=tmp_path / "none")
+        open_expected_datasets(["cifar100"], "x", root=tmp_path / "none")
 
 
 def test_card_in_folder_must_match_images(
@@ -87,7 +87,7 @@ def test_card_in_folder_must_match_images(
     with caplog.at_level(logging.WARNING, "eval"):
         find_targets([str(folder)])
     told = "dataset colours has no prompts (zeroshot_classification_templates.txt): using 'a photo of a {c}.'"
-    assert [one.getMessage() for one in caplog.records] == [told]
+    assert [record.getMessage() for record in caplog.records] == [told]
     caplog.clear()
     assert new_card("Mine", folder).metric == "acc1"
     assert new_card("Mine", write_dataset("seven")).further == ("acc5", "mean_per_class_recall")
@@ -111,4 +111,4 @@ def test_card_in_folder_must_match_images(
         'tasks = ["zero-shot"]\nmetric = "acc1"\nclasses = 3\n[prompts.x]\nnames = "folder"\ntemplates = "folder"\n'
     )
     find_targets([str(folder)])
-    assert [one.getMessage() for one in caplog.records] == [told]
+    assert [record.getMessage() for record in caplog.records] == [told]

@@ -70,7 +70,7 @@ def test_features_equal_timm(name: str, hub: Path, write_dataset: WriteDataset) 
     transform = DATA.create_transform(**DATA.resolve_model_data_config(theirs))
     images = [Image.open(io.BytesIO(dataset.images.read(i))) for i in range(5)]
     with torch.inference_mode():
-        want = theirs(torch.stack([transform(one) for one in images]))
+        want = theirs(torch.stack([transform(image) for image in images]))
     got = Encoder(model).images(dataset)
     torch.testing.assert_close(got.before_projection, want, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(got.projected, nn.functional.normalize(want, dim=-1), rtol=1e-4, atol=1e-4)
@@ -130,7 +130,7 @@ def test_only_tasks_without_text_are_accepted(hub: Path, write_dataset: WriteDat
     named = [word for task in tasks for word in ("--task", task)]
     assert main(["run", *arguments, *named, "--shots", "1"]) == 0
     lines = read_results(out)
-    assert {one["task"] for one in lines} == set(tasks)
+    assert {line["task"] for line in lines} == set(tasks)
     first = lines[0]
     assert (first["model"], first["architecture"]) == ("timm:test_resnet", "timm:test_resnet.r160_in1k")
     assert (first["preprocessing"]["image_size"], first["preprocessing"]["crop_size"]) == (168, 160)

@@ -185,8 +185,8 @@ def test_each_of_two_ranks_counts_traits_of_all_images(model: CLIP, folder: Path
             found[rank] = encoder.counts
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
-    for one in threads:
-        one.start()
+    for thread in threads:
+        thread.start()
     for one in threads:
         one.join(60)
     assert found == [{("raw", "test"): TraitCounts(images=9, transparent=2, rotated=3)}] * 2

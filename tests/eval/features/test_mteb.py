@@ -68,7 +68,7 @@ def test_mteb_accuracy_equals_direct_computation(
     images, labels = images_and_labels()
     with torch.inference_mode():
         cosines = (
-            model.encode_image(torch.stack([eval_pixels(one, model.preprocess) for one in images]))
+            model.encode_image(torch.stack([eval_pixels(image, model.preprocess) for image in images]))
             @ encode_prompts(model, [f"a photo of a {name}." for name in NAMES]).T
         )
     accuracy = (cosines.argmax(dim=1) == torch.tensor(labels)).float().mean().item()

@@ -123,7 +123,7 @@ def test_statistics_of_draws_equal_values_of_drawn_images(
 
 def test_perfect_captions_have_the_highest_values() -> None:
     words = [tuple(f"word{i} of image {i} which is unlike others".split()) for i in range(5)]
-    found = descriptions([(one, [one]) for one in words])
+    found = descriptions([(word, [word]) for word in words])
     assert bleu_4(found).value == pytest.approx(1) and found.exact.all()
     assert cider_d(found.generated, found.captions) == pytest.approx([10.0] * 5)
     for name in ("cider_d", "bleu_4", "exact_match", "perplexity"):

@@ -85,7 +85,7 @@ def test_classification_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("column", ["filename", "photo", "pixels.bytes"])
 @pytest.mark.parametrize("plain", [True, False])
 def test_column_of_bytes_with_another_name_has_the_images(tmp_path: Path, column: str, plain: bool) -> None:
-    content = [one["bytes"] for one in images(3)]
+    content = [image["bytes"] for image in images(3)]
     columns = {column: content if plain else images(3), "label": [0, 1, 0], "id": ["a", "b", "c"]}
     write(tmp_path / "set/test.parquet", columns)
     assert read(open_dataset(tmp_path / "set")) == content
@@ -287,9 +287,9 @@ def test_single_file_is_read(tmp_path: Path) -> None:
 
 def test_rows_with_several_images_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "data/test-00000-of-00001.parquet"
-    write(file, {"image": [[one] for one in images(5)], "label": [0, 1, 0, 1, 0]})
+    write(file, {"image": [[image] for image in images(5)], "label": [0, 1, 0, 1, 0]})
     assert len(open_dataset(tmp_path)) == 5
-    pairs = [[one] for one in images(4)] + [images(2)]
+    pairs = [[image] for image in images(4)] + [images(2)]
     for values in (pairs, [[one["bytes"] for one in own] for own in pairs]):
         write(file, {"image": values, "label": [0, 1, 0, 1, 0]})
         assert refusal(tmp_path) == (
@@ -316,7 +316,7 @@ def test_columns_have_the_names_that_pack_knows(tmp_path: Path, picture: str, ca
     write(tmp_path / "test.parquet", {"thumb": thumbnails, picture: images(3), caption: ["a", "b", "c"]})
     dataset = open_dataset(tmp_path)
     assert (dataset.tasks, dataset.captions) == (("retrieval",), (("a",), ("b",), ("c",)))
-    assert read(dataset) == [one["bytes"] for one in images(3)]
+    assert read(dataset) == [image["bytes"] for image in images(3)]
 
 
 def test_splits_that_cannot_be_read_do_not_prevent_scoring(

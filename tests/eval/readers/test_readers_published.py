@@ -91,7 +91,7 @@ def refusal(source: Path | str, **options: Any) -> str:
 
 def pixels(dataset: EvalDataset) -> list[bytes]:
     images = [dataset.images.read(number) for number in range(len(dataset))]
-    return [Image.open(BytesIO(one)).convert("RGB").tobytes() for one in images]
+    return [Image.open(BytesIO(image)).convert("RGB").tobytes() for image in images]
 
 
 @pytest.mark.parametrize("kind", ["", "multilabel", "retrieval"])
@@ -165,7 +165,7 @@ def test_captions_that_are_not_utf8_are_rejected_or_ignored(
         "dataset latin: 1 sample with a caption that is not UTF-8, the first is s0000001 of "
     )
     assert said.endswith("0.tar: write the captions in UTF-8")
-    labelled = [one | {"cls": number % 2} for number, one in enumerate(samples)]
+    labelled = [sample | {"cls": number % 2} for number, sample in enumerate(samples)]
     dataset = open_dataset(publish(tmp_path / "labelled", labelled, classes="a\nb\n"))
     assert (dataset.captions, dataset.tasks, len(dataset)) == (None, ("zero-shot",), 3)
     (warned,) = (record.getMessage() for record in caplog.records if "UTF-8" in record.getMessage())
@@ -195,7 +195,7 @@ def test_captions_that_are_not_utf8_are_rejected_or_ignored(
 def test_adjacent_samples_with_equal_keys_are_rejected(
     tmp_path: Path, samples: list[dict[str, Any]], names: list[str], told: str
 ) -> None:
-    keyed = [{**one, "__key__": name} for one, name in zip(samples, names, strict=True)]
+    keyed = [{**sample, "__key__": name} for sample, name in zip(samples, names, strict=True)]
     folder = publish(tmp_path / "set", keyed)
     if told:
         assert told in refusal(folder)

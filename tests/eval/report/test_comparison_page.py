@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from hypothesis import given, settings, strategies as st
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
 from eval.report import as_csv, as_latex, as_markdown, build_comparison
-from eval.report.comparison_page import name_family
-from eval.report.tables import read_scores, score_table
-from eval.results.details import item_details
-from eval.results.records import write_details
-from eval.results.table import read_table
+from eval.report.charts import Thumbnails
+from eval.report.comparison_page import Block, blocks_html, name_family
+from eval.report.tables import format_setting, read_scores, score_table
+from eval.results.details import item_details, prediction_details
+from eval.results.records import Details, write_details
+from eval.results.table import Model, read_table
 from tests.eval.made_up_results import DATASETS, EVIL, MODELS, PNG, add_details, line, made_up, write
 from tests.eval.web_page import Page
 
@@ -232,7 +234,7 @@ def test_work_and_size_grow_with_the_number_of_scores(tmp_path: Path) -> None:
         path = write(tmp_path / "results.jsonl", made_up(models, DATASETS))
         profile = cProfile.Profile()
         page = profile.runcall(build_comparison, [path], tmp_path / "page.html", suites={"all": DATASETS})
-        calls.append(sum(one.callcount for one in profile.getstats()))
+        calls.append(sum(stat.callcount for stat in profile.getstats()))
         sizes.append(page.stat().st_size)
     assert calls[1] < 5 * calls[0]
     assert sizes[0] < sizes[1] < 5_000_000
@@ -418,7 +420,7 @@ def test_every_task_and_setting_has_its_rows_and_means(tmp_path: Path) -> None:
     assert text.count("\nscore,") == len(few) / 2 and "_std" not in text
     assert r"b (4-shot ridge) & few-shot" in as_latex([path])
     ways = ("image_to_text", "text_to_image", "mean")
-    lines += [line(0, "c", f"{one}_R@1", 0.5, task="retrieval") for one in ways]
+    lines += [line(0, "c", f"{way}_R@1", 0.5, task="retrieval") for way in ways]
     path = write(path, lines)
     rows = as_markdown([path]).splitlines()
     assert "| mean of all datasets, k=20 | knn | over 2 | 20.0 |" in rows
@@ -517,3 +519,64 @@ def test_families_are_named_without_sizes(tmp_path: Path, name: str, expected: s
     own = line(0, "dtd", "acc1", 0.5) | {"model": name}
     found = read_scores([write(tmp_path / "results.jsonl", [own])])
     assert name_family(found.models[0]) == expected
+
+
+MODEL = Model(
+    label="m", name="m", names=("m",), run="", weights="", step=None, earlier_steps=(), files=(),
+    architecture="", gflops=None, provenance={},
+)  # fmt: skip
+
+
+class NoImages:
+    def __len__(self) -> int:
+        return 0
+
+
+def details_of(names: tuple[str, ...]) -> Details:
+    labels = torch.arange(4 * len(names)) % len(names)
+    dataset = EvalDataset(
+        name="d", class_names=names, templates=("{c}",), images=NoImages(), labels=labels,  # type: ignore[arg-type]
+        captions=None, revision="0", tasks=("zero-shot",),
+    )  # fmt: skip
+    sure = torch.linspace(0.3, 0.9, len(labels))
+    return prediction_details(dataset, labels.roll(1), task="fine-tune", setting="1 epochs", confidence=sure)
+
+
+def page_of(details: Details) -> Page:
+    return Page(f"<html>{blocks_html([Block(model=MODEL, details=details, score='')], Thumbnails())}</html>")
+
+
+NAMES = st.text("abcdefgh<&", min_size=1, max_size=7)
+
+
+@settings(max_examples=40)
+@given(st.lists(NAMES, min_size=2, max_size=16, unique=True))
+def test_columns_have_short_names_or_row_numbers(names: list[str]) -> None:
+    page = page_of(details_of(tuple(names)))
+    short = len(names) <= 12 and max(map(len, names)) <= 5
+    numbers = [str(i + 1) for i in range(len(names))]
+    text = "".join(page.text)
+    first_row = names[0] if short else f"{names[0]} 1"
+    assert "".join(names if short else numbers) + first_row in text
+    for name, number in zip(names, numbers, strict=True):  # row numbers follow names, or are left out
+        assert (f"{name} {number}" in text) or short
+
+
+def test_unnamed_class_keeps_its_number() -> None:
+    text = "".join(page_of(details_of(("", "two", "six"))).text)
+    assert "123– 1two 2six 3" in text
+
+
+def test_calibration_has_two_axes() -> None:
+    details = details_of(("zero", "one"))
+    page = page_of(details)
+    assert "60.0% 1 accuracy 0 " in page.words
+    assert " 0 confidence 1 " in page.words
+    assert " accuracy 0 " not in page_of(replace(details, bins=())).words
+
+
+def test_heading_has_singular_epoch() -> None:
+    assert "fine-tune, 1 epoch" in page_of(details_of(("zero", "one"))).words
+    assert "epochs" not in page_of(details_of(("zero", "one"))).words
+    for setting in ("10 epochs", "0.1 epochs", "11 epochs", "4-shot logistic"):
+        assert format_setting("fine-tune", setting) == setting

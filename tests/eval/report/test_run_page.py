@@ -277,7 +277,7 @@ def test_device_utilization_above_its_peak_is_not_shown(
 ) -> None:
     run = tmp_path_factory.mktemp("busy") / "run"
     run.mkdir()
-    write_lines(run / "metrics.jsonl", [{"step": i, "mfu": one} for i, one in enumerate(shares, start=1)])
+    write_lines(run / "metrics.jsonl", [{"step": i, "mfu": share} for i, share in enumerate(shares, start=1)])
     page = parse(build_report(run))
     (plot,) = (a for _, a in page.tags if a.get("class") == "plot")
     (drawn,) = json.loads(str(plot["data-chart"]))["lines"]

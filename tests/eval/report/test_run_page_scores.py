@@ -50,7 +50,7 @@ TRAINED = [line(step, value) for step, value in ((100, 0.42), (200, 0.48), (300,
 def write(run: Path, lines: list[dict[str, Any]]) -> Path:
     run.mkdir(exist_ok=True)
     (run / "config.toml").write_text(CONFIG)
-    (run / "results.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    (run / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return run
 
 
@@ -129,7 +129,7 @@ def test_headlines_show_the_main_metric_of_the_last_step(tmp_path: Path) -> None
     assert "retrieval" not in top(run)  # scores of earlier steps are only in the table
     lines += [line(300, value, metric, **RETRIEVAL) for metric, value in both]
     assert "digits retrieval mean R@1 49.8 %" in top(write(run, [*TRAINED, *lines]))
-    said = next(one for one in charts(page_of(run)) if one.startswith("digits, retrieval"))
+    said = next(chart for chart in charts(page_of(run)) if chart.startswith("digits, retrieval"))
     assert said.startswith("digits, retrieval: mean R@1 from 24.9%")
     assert "image to text R@1 from" in said and "text to image R@1 from" in said
 
@@ -179,7 +179,7 @@ def test_lines_of_the_training_and_of_the_command_line_are_distinguished(
     save_checkpoint(run, model, optimizer, state, Config(), keep=1)
     scorer = Scorer(
         model=model, datasets=[open_dataset(data)], run=run, ranks=ONE_RANK, batch_size=8, bf16=False,
-        say=lambda _: None, record=lambda step, scores: None,
+        print_line=lambda _: None, write_scores=lambda step, scores: None,
     )  # fmt: skip
     for step in (2, 4):
         scorer.score(step)

@@ -30,7 +30,7 @@ def test_a_mean_covers_one_task_and_metric_unless_a_suite_has_several(tmp_path: 
     lines += [line(0, "h", "accuracy", 0.6, task="compositional", prompt_set="")]
     path = write(tmp_path / "r.jsonl", lines)
     primary = {"g": "mean_R@1", "h": "accuracy"}
-    means = {one.title: one for one in score_table(read_table([path]), primary=primary).averages}
+    means = {average.title: average for average in score_table(read_table([path]), primary=primary).averages}
     expected = {
         "mean of all datasets, top-1, zero-shot": 0.4,
         "mean of all datasets, map 11 point, zero-shot": 0.9,

@@ -9,7 +9,7 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 
 from clipkit.files.terminal import printable
-from eval.compare import Difference, ModelComparison, comparison_table
+from eval.compare import Difference, ModelComparison, tabulate_comparison
 from eval.metrics import Comparison
 from eval.report.terminal import score_table
 from eval.results.records import Score
@@ -91,7 +91,7 @@ def test_differences_are_complete_at_any_width(width: int) -> None:
     )  # fmt: skip
     both = (one, replace(one, dataset="glyphs"))
     text = shown(
-        comparison_table(ModelComparison(first="a", second="b", differences=both, refused=())), width
+        tabulate_comparison(ModelComparison(first="a", second="b", differences=both, refused=())), width
     )
     assert "…" not in text and max(map(len, text.splitlines())) <= width
     assert text.count("−25.0 [−38.9, −11.1]") == 2 and "B − A [95%]" in text
@@ -112,7 +112,7 @@ def test_few_shot_has_a_row_per_metric_and_estimator() -> None:
     assert sum(line.count("40.0–60.0") for line in lines) == 20  # every interval
     text = "\n".join(lines)
     assert "n = 48" in text and "mean of 3 draws ± standard deviation" in text and "_" not in text
-    alone = [replace(one, n=1) if one.metric.endswith("_std") else one for one in scores]
+    alone = [replace(score, n=1) if score.metric.endswith("_std") else score for score in scores]
     assert "±" not in shown(score_table(alone))  # one draw has no deviation
 
 
@@ -179,7 +179,7 @@ def test_differences_fit_one_line_of_80_columns() -> None:
         for metric in ("R@10", "mean_rank")
     ]
     text = shown(
-        comparison_table(ModelComparison(first="a", second="b", differences=(*found, *ranks), refused=()))
+        tabulate_comparison(ModelComparison(first="a", second="b", differences=(*found, *ranks), refused=()))
     )
     lines = [line.rstrip() for line in text.splitlines()]
     assert max(map(len, lines)) <= 80

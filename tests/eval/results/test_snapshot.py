@@ -129,7 +129,7 @@ def test_snapshots_are_reproducible_and_show_the_same_images_later(model: CLIP, 
     assert torch.equal(torch.random.get_rng_state(), before)
     other = Given(subject, subject.images().projected.flip(0))
     later = take_snapshot(other, step=2)
-    assert [one.picture for one in later.examples] == [one.picture for one in first.examples]
+    assert [example.picture for example in later.examples] == [example.picture for example in first.examples]
     assert later.matrix is not None
     assert first.matrix is not None
     assert later.matrix.pictures == first.matrix.pictures
@@ -144,7 +144,7 @@ def test_autocast_does_not_change_similarities(subject: Subject) -> None:
 
 def test_thumbnails_are_small_pngs(model: CLIP, subject: Subject) -> None:
     snapshot = take_snapshot(subject, step=0)
-    named = {one.picture for one in snapshot.examples}
+    named = {example.picture for example in snapshot.examples}
     named |= {hit.picture for query in snapshot.queries for hit in query.hits}
     assert named <= set(snapshot.pictures)
     for thumbnail in snapshot.pictures.values():

@@ -61,7 +61,7 @@ def test_runs_with_the_same_folder_name_are_labelled_with_their_parents(tmp_path
         own = {**line(i, "digits", "acc1", 0.1 * i), "model": ("run", "./run/")[i]}
         files.append(write(run / "results.jsonl", [own]))
     found = read_table(files)
-    assert [one.label for one in found.models] == ["a/run", "b/run"]
+    assert [model.label for model in found.models] == ["a/run", "b/run"]
     assert [row.value for row in found.rows] == [0.0, 0.1]
     (alone,) = read_table(files[:1]).models
     assert alone.label == "run"

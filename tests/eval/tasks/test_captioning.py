@@ -87,10 +87,13 @@ def test_model_with_memorized_captions_has_best_scores(dataset: EvalDataset, fee
         count += int(tokens.argmax())
     assert found["perplexity"].value == pytest.approx(math.exp(total / count), rel=1e-5)
     (details,) = outcome.details
-    assert {one.picture for one in details.descriptions} == {str(i) for i in range(COUNT)}
-    for one in details.descriptions:
-        assert one.exact and one.generated == one.captions[0] == CAPTIONS[int(one.picture)]
-    assert all(details.pictures[one.picture].png for one in details.descriptions)
+    assert {description.picture for description in details.descriptions} == {str(i) for i in range(COUNT)}
+    for description in details.descriptions:
+        assert (
+            description.exact
+            and description.generated == description.captions[0] == CAPTIONS[int(description.picture)]
+        )
+    assert all(details.pictures[description.picture].png for description in details.descriptions)
 
 
 def test_likelihood_of_prompts_equals_plain_loop(
@@ -200,7 +203,7 @@ def test_captioning_command_scores_compares_and_shows_images(
     assert tests["perplexity"] > 0  # memorizing is worse for other captions
 
     details, notes = read_details(out)
-    assert not notes and {len(one.descriptions) for one in details} == {40}
+    assert not notes and {len(detail.descriptions) for detail in details} == {40}
     page = build_comparison([out], tmp_path / "page.html").read_text(encoding="utf-8")
     assert page.count("example described") >= 40 and "CIDEr-D" in page
     assert "a thing &lt;b&gt;" in page and "<b>7</b>" not in page

@@ -72,8 +72,10 @@ def scored(dataset: EvalDataset, images: Tensor, texts: Tensor) -> dict[str, Sco
     subject = Given(dataset, images, texts)
     scores = compositional(cast(Subject, subject), Options()).scores
     assert len(subject.asked) == len(set(subject.asked))  # nothing is encoded twice
-    assert all((one.task, one.dataset, one.split) == ("compositional", "made", "test") for one in scores)
-    return {one.metric: one for one in scores}
+    assert all(
+        (score.task, score.dataset, score.split) == ("compositional", "made", "test") for score in scores
+    )
+    return {score.metric: score for score in scores}
 
 
 def unit(*shape: int, seed: int) -> Tensor:
@@ -165,7 +167,7 @@ def test_macro_accuracy_is_the_mean_over_counted_groups(data: st.DataObject) -> 
     )
     found = scored(dataset, torch.tensor([[1.0, 0.0]] * len(group)), torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
     counts = [not mark if by_relation else size >= 25 for mark, size in zip(marked, sizes, strict=True)]
-    shares = [float(right[group == number].double().mean()) for number, one in enumerate(counts) if one]
+    shares = [float(right[group == number].double().mean()) for number, count in enumerate(counts) if count]
     if shares:
         assert found["macro_accuracy"].value == pytest.approx(sum(shares) / len(shares))
         assert found["macro_accuracy"].n == len(shares)

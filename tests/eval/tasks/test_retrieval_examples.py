@@ -65,31 +65,31 @@ def details(seed: int = 0, *, ties: bool = False, shown: int = 0) -> tuple[Detai
 def test_captions_of_examples_equal_plain_sort(seed: int, ties: bool) -> None:
     found, similarity, pairs, ranks = details(seed, ties=ties, shown=seed)
     assert (found.candidates, found.prompt_set, len(found.examples)) == (T, "mine", 6)
-    for one in found.examples:
-        number = int(one.picture)
+    for example in found.examples:
+        number = int(example.picture)
         own = {text for image, text in pairs.tolist() if image == number}
         row = similarity[number].tolist()
         order = sorted(range(T), key=lambda text: (-row[text], text in own, text))
-        assert one.rank == ranks[number] + 1 == 1 + min(map(order.index, own))
-        assert [guess.right for guess in one.guesses] == [text in own for text in order[:5]]
-        assert [guess.probability for guess in one.guesses] == pytest.approx(
+        assert example.rank == ranks[number] + 1 == 1 + min(map(order.index, own))
+        assert [guess.right for guess in example.guesses] == [text in own for text in order[:5]]
+        assert [guess.probability for guess in example.guesses] == pytest.approx(
             [row[text] for text in order[:5]], rel=1e-3, abs=1e-6
         )
         if not ties:  # with ties, any of the equal captions may be shown
             labels = [f"caption {text} {EVIL if text % 2 else ''}".strip() for text in order]
-            assert [guess.label for guess in one.guesses] == labels[:5]
-            assert one.truth == labels[one.rank - 1]
-        assert one.guesses[0].right == (one.rank == 1)
+            assert [guess.label for guess in example.guesses] == labels[:5]
+            assert example.truth == labels[example.rank - 1]
+        assert example.guesses[0].right == (example.rank == 1)
 
 
 def test_examples_alternate_between_right_and_wrong() -> None:
     shown = {}
     for seed in range(8):
         found = details(shown=seed)[0]
-        kinds = [one.rank == 1 for one in found.examples]
+        kinds = [example.rank == 1 for example in found.examples]
         assert kinds[0::2] == [kinds[0]] * 3 and kinds[1::2] == [not kinds[0]] * 3
         assert details(shown=seed)[0] == found
-        shown[seed] = tuple(one.picture for one in found.examples)
+        shown[seed] = tuple(example.picture for example in found.examples)
     assert len(set(shown.values())) == 8
 
 
@@ -98,9 +98,13 @@ def test_examples_of_few_captions_are_written_and_read(tmp_path: Path) -> None:
     pairs = torch.tensor([(0, 0), (1, 1), (2, 1)])
     right = {"image_to_text_R@1": match_ranks(images, texts, pairs) < 1}
     found = retrieval_details(dataset(3), images, ["", "x" * 999], texts, pairs, right=right, values={})
-    assert sorted((one.picture, one.rank) for one in found.examples) == [("0", 1), ("1", 1), ("2", 2)]
-    assert {one.truth for one in found.examples} == {"(empty)", "x" * 299 + "…"}
-    assert all(len(one.guesses) == 2 for one in found.examples)
+    assert sorted((example.picture, example.rank) for example in found.examples) == [
+        ("0", 1),
+        ("1", 1),
+        ("2", 2),
+    ]
+    assert {example.truth for example in found.examples} == {"(empty)", "x" * 299 + "…"}
+    assert all(len(example.guesses) == 2 for example in found.examples)
     results = tmp_path / "r.jsonl"
     path = write_details(results, found, weights="w")
     assert read_details(results) == ([replace(found, weights="w")], [])
@@ -120,7 +124,7 @@ def test_memory_per_caption_is_small() -> None:
         found = retrieval_details(dataset(6), images, captions, texts, pairs, right=right, values={})
         _, most = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-    used = (one.self_cpu_memory_usage for one in profile.key_averages())
+    used = (key_average.self_cpu_memory_usage for key_average in profile.key_averages())
     assert len(found.examples) == 6 and found.candidates == many
     assert most < 10e6  # Python objects
     assert sum(max(0, one) for one in used) < 6 * many * 200  # bytes, counting no deallocations
@@ -143,7 +147,7 @@ def test_page_shows_cosine_similarities(tmp_path: Path) -> None:
 
 
 def test_card_shows_negative_similarity_and_large_rank() -> None:
-    found = next(one for one in details()[0].examples if (one.rank or 0) > 5)
+    found = next(example for example in details()[0].examples if (example.rank or 0) > 5)
     changed = replace(found, rank=12_345, probability=-0.25)
     card = load_macro("images.html", "example")(Thumbnails(), changed, 25_010, {}, cosines=True)
     assert "rank <b>12,345</b> of 25,010" in card and ">−0.250<" in card and card.count("✓") == 1

@@ -130,7 +130,7 @@ def test_batches_from_a_web_server(
     assert read(nginx.url("pairs"), cache, workers=workers, world=world) == expected
     if cached:
         sizes = {f"pairs/{shard.name}": shard.stat().st_size for shard in folder.glob("*.tar")}
-        whole = [one.name for one in nginx.requests() if one.sent == sizes.get(one.name)]
+        whole = [request.name for request in nginx.requests() if request.sent == sizes.get(request.name)]
         assert sorted(whole) == sorted(sizes)  # one download each, for all readers
 
 

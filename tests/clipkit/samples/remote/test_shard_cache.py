@@ -46,7 +46,7 @@ def put(nginx: Nginx, count: int, size: int = 50_000, of: str = "") -> tuple[lis
 
 def downloads(nginx: Nginx) -> list[str]:
     """Return the names of completely downloaded files, in the order in which they finished."""
-    return [one.name for one in nginx.requests() if one.range == "-"]
+    return [request.name for request in nginx.requests() if request.range == "-"]
 
 
 def digests_of(contents: list[bytes]) -> list[str]:
@@ -336,7 +336,7 @@ def test_waiting_processes_do_not_repeat_all_retries(nginx: Nginx, tmp_path: Pat
     for child in children:
         child.join(30)
     assert [child.exitcode for child in children] == [0] * 4
-    assert len([one for one in nginx.requests() if one.status == 503]) <= 16  # not 32
+    assert len([request for request in nginx.requests() if request.status == 503]) <= 16  # not 32
     nginx.busy(False)
     cache.fetch(shard)
 

@@ -47,7 +47,7 @@ def test_download_continues_after_server_is_killed(nginx: Nginx, tmp_path: Path)
 
     assert download(shard, tmp_path / "got", reserve=kill) == zlib.crc32(data)
     assert (tmp_path / "got").read_bytes() == data
-    starts = [int(one.range[6:-1]) for one in nginx.requests() if one.range.endswith("-")]
+    starts = [int(request.range[6:-1]) for request in nginx.requests() if request.range.endswith("-")]
     assert starts and all(start > 0 for start in starts)  # no download started over
     assert sizes == sorted(sizes)
 

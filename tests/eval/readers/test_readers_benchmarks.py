@@ -81,10 +81,10 @@ def test_aro_is_grouped_by_relation_or_attributes(tmp_path: Path) -> None:
     entry = {"image_path": "a.png", "true_caption": "x", "false_caption": "y"}
     write(tmp_path / "images/a.png", "")
     relations = ("near", "riding on", "on", "above")
-    file = write(tmp_path / "relation.json", [{**entry, "relation_name": one} for one in relations])
+    file = write(tmp_path / "relation.json", [{**entry, "relation_name": relation} for relation in relations])
     assert open_dataset(file).metadata["symmetric"].tolist() == [1, 1, 0, 0]
     pairs = (["red", "small"], ["red", "big"], ["red", "small"])
-    file = write(tmp_path / "attribution.json", [{**entry, "attributes": one} for one in pairs])
+    file = write(tmp_path / "attribution.json", [{**entry, "attributes": pair} for pair in pairs])
     metadata = open_dataset(file).metadata
     assert {name: column.tolist() for name, column in metadata.items()} == {"attribute": [1, 0, 1]}
     assert open_dataset(write(tmp_path / "order.json", [entry])).metadata == {}
