@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from clipkit.errors import ConfigError
-from clipkit.files.atomic import user_path
+from clipkit.files.writing import user_path
 
 MODEL = "a run, a checkpoint, or anything else that clipkit.load takes"
 MOST_BATCH = 65_536

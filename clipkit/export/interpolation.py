@@ -15,7 +15,7 @@ import torch
 
 from clipkit.api import load
 from clipkit.errors import ConfigError
-from clipkit.files.atomic import resolve_output
+from clipkit.files.writing import resolve_output
 from clipkit.formats.checkpoint import check_free, model_hash, save_model
 from clipkit.model.clip import CLIP
 from clipkit.options import InterpolateOptions

@@ -29,8 +29,8 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, describe_caller_steps, find_source, render_card
 from clipkit.export.targets import EXPORTS
-from clipkit.files.atomic import lock_output, resolve_output
 from clipkit.files.hub import HUB, check_push, push_folder
+from clipkit.files.writing import lock_output, resolve_output
 from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP

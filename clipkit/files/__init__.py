@@ -3,7 +3,13 @@
 The command line imports this package: modules import numpy, jinja2 and HTTP clients where they are used.
 """
 
-from clipkit.files.atomic import (
+from clipkit.files.hub import convert_hub_errors
+from clipkit.files.open_clip import load_prompts
+from clipkit.files.pages import check_page, templates, write_page
+from clipkit.files.processes import end_with_parent, ray_cluster
+from clipkit.files.splitmix import MASK, STEP, mix, mix_array
+from clipkit.files.terminal import CountProgress, counted, format_bytes, printable, redact_secrets, redact_url
+from clipkit.files.writing import (
     FileLock,
     lock_output,
     name_order,
@@ -13,12 +19,6 @@ from clipkit.files.atomic import (
     user_path,
     write_atomic,
 )  # fmt: skip
-from clipkit.files.hub import convert_hub_errors
-from clipkit.files.open_clip import load_prompts
-from clipkit.files.pages import check_page, templates, write_page
-from clipkit.files.processes import end_with_parent, ray_cluster
-from clipkit.files.splitmix import MASK, STEP, mix, mix_array
-from clipkit.files.terminal import CountProgress, counted, format_bytes, printable, redact_secrets, redact_url
 
 __all__ = [
     "MASK", "STEP", "CountProgress", "FileLock", "check_page", "convert_hub_errors", "counted",

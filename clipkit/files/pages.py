@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import write_atomic
+from clipkit.files.writing import write_atomic
 
 if TYPE_CHECKING:
     import jinja2

@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError, nearest
-from clipkit.files.atomic import lock_output
+from clipkit.files.writing import lock_output
 from clipkit.model.architectures import ARCHITECTURES, Architecture, Decoder
 from clipkit.model.clip import CLIP
 from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS

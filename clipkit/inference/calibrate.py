@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.files.atomic import write_atomic
+from clipkit.files.writing import write_atomic
 
 FOLDS = 5
 _DECAY = 1e-3

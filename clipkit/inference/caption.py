@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import lock_output, replacing
 from clipkit.files.terminal import CountProgress, counted, printable
+from clipkit.files.writing import lock_output, replacing
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Stream, recorded_members
 from clipkit.inference.stream import PRECISIONS, Failure, FeatureStream

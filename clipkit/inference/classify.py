@@ -35,9 +35,9 @@ from rich.cells import cell_len, set_cell_size
 from torch import Tensor
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import replacing, user_path
 from clipkit.files.pages import check_page, write_page
 from clipkit.files.terminal import CountProgress, counted, printable
+from clipkit.files.writing import replacing, user_path
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.calibrate import FOLDS, LEAST, LEAST_SCALE, Calibration, calibrate, read_calibration
 from clipkit.inference.inputs import Stream, recorded_members

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from clipkit.api import explain
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import replacing
 from clipkit.files.terminal import CountProgress, printable
+from clipkit.files.writing import replacing
 from clipkit.inference.stream import load_for_inference
 from clipkit.model.pixels import PixelTransformer
 from clipkit.model.preprocess import eval_pixels

@@ -39,7 +39,14 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import lock_output, replacing, sync_to_disk, temporary_path, user_path, write_atomic
+from clipkit.files.writing import (
+    lock_output,
+    replacing,
+    sync_to_disk,
+    temporary_path,
+    user_path,
+    write_atomic,
+)
 from clipkit.inference.inputs import Kind
 from clipkit.inference.storage import STORAGE, ReusableRows, storage_of
 from clipkit.inference.stream import Failure, Features

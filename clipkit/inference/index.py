@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import lock_output, replacing, write_atomic
+from clipkit.files.writing import lock_output, replacing, write_atomic
 from clipkit.inference.storage import STORAGE, unpacked
 
 _FORMAT = 1

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Literal
 
 from clipkit.config import DataConfig, load_config
 from clipkit.errors import ConfigError, DataError, nearest
-from clipkit.files.atomic import user_path
+from clipkit.files.writing import user_path
 from clipkit.samples.base import Samples, is_json, value_at
 from clipkit.samples.folders import read_file
 from clipkit.samples.remote import shard_cache

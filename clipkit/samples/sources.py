@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from clipkit.errors import DataError, Unavailable
-from clipkit.files.atomic import name_order, user_path
 from clipkit.files.terminal import counted, redact_url
+from clipkit.files.writing import name_order, user_path
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import (
     PARQUET_PART,

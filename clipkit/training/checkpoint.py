@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from clipkit.config import Config, format_value, list_changes, load_config, to_toml
 from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
 from clipkit.errors import CheckpointError, ConfigError
-from clipkit.files.atomic import FileLock, sync_to_disk, write_atomic
+from clipkit.files.writing import FileLock, sync_to_disk, write_atomic
 from clipkit.formats.checkpoint import (
     COMPLETE,
     FORMAT,

@@ -28,7 +28,7 @@ from clipkit.batch import Batch
 from clipkit.config import Config
 from clipkit.distributed import Gathering, copy_to_host, gather_objects, rank, world_size
 from clipkit.errors import ClipkitError, ConfigError, DataError
-from clipkit.files.atomic import write_lines
+from clipkit.files.writing import write_lines
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import widest_dtype
 from clipkit.training.metrics import name_ranks

@@ -21,8 +21,8 @@ from clipkit.batch import BadSample, Batch
 from clipkit.config import Config, to_toml
 from clipkit.distributed import barrier, rank, world_size
 from clipkit.errors import ConfigError, DataError, silence_if_broken
-from clipkit.files.atomic import drop_lines_after, write_lines
 from clipkit.files.terminal import counted, printable, redact_secrets
+from clipkit.files.writing import drop_lines_after, write_lines
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts

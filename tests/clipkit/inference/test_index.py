@@ -12,7 +12,7 @@ import torch
 
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
-from clipkit.files.atomic import FileLock
+from clipkit.files.writing import FileLock
 from clipkit.inference.search import Embeddings
 from clipkit.inference.storage import STORAGE
 from tests.clipkit.inference.test_search import unit, write

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from clipkit.files.atomic import FileLock
+from clipkit.files.writing import FileLock
 from clipkit.samples.remote import cache as shard_cache
 from clipkit.samples.remote.cache import ShardCache
 from clipkit.samples.remote.store import ShardFile, describe_files

@@ -1,4 +1,4 @@
-"""Paths that users give, atomic file writes, files of JSON lines, and locks between processes."""
+"""Write files: atomically, as lines of JSON, and under locks; and paths that users give."""
 
 import errno
 import fcntl

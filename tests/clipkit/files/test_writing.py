@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from clipkit.files.atomic import FileLock, drop_lines_after, lock_output
+from clipkit.files.writing import FileLock, drop_lines_after, lock_output
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
