@@ -118,10 +118,10 @@ def compare_steps(batch_size: int, rounds: int) -> dict[str, Any]:
         "whole": clipkit_step(pairs, layers=LAYERS),
     }
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(rounds + 1):
-        for name, step in steps.items() if number % 2 else reversed(steps.items()):
+    for i in range(rounds + 1):
+        for name, step in steps.items() if i % 2 else reversed(steps.items()):
             found, _ = timed(*step)
-            if number:  # the first is a warm-up
+            if i:  # the first is a warm-up
                 seconds[name].append(found)
     result: dict[str, Any] = {"batch_size": batch_size, "seconds": seconds, "gemm_flops": gemm_rate()}
     for name in ("half", "whole"):
@@ -279,8 +279,8 @@ def compare_generation(rounds: int) -> dict[str, Any]:
     sides["likelihood of each"] = each
     difference = float((caption_likelihoods(model, seen, captions) - each()).abs().max())
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for number in range(rounds):
-        for name, side in sides.items() if number % 2 else reversed(sides.items()):
+    for i in range(rounds):
+        for name, side in sides.items() if i % 2 else reversed(sides.items()):
             began = time.process_time()  # of this thread alone, so other programs matter less
             side()
             seconds[name].append(time.process_time() - began)

@@ -96,12 +96,12 @@ def speeds(rows: Rows, count: int, asked: int) -> dict[str, float]:
                 folder = Path(work) / f"{dim} {dtype}"
                 write(folder, unit(rows[:, :dim]), dtype, count)
                 folders[folder.name] = dim, Embeddings(folder)
-        for number in range(asked + 1):
+        for i in range(asked + 1):
             for name, (dim, embeddings) in folders.items():
-                query = torch.from_numpy(unit(rows[number : number + 1, :dim])[0])
+                query = torch.from_numpy(unit(rows[i : i + 1, :dim])[0])
                 start = time.perf_counter()
                 embeddings.search(query, K)
-                if number:  # the first one maps the files and reads metadata
+                if i:  # the first one maps the files and reads metadata
                     seconds.setdefault(name, []).append(time.perf_counter() - start)
     return {name: 1e3 * float(np.median(own)) for name, own in seconds.items()}
 

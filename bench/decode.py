@@ -96,22 +96,22 @@ def write_shards(folder: Path, photos: Sequence[Image.Image], size: int) -> tupl
     first: list[bytes] = []
     for shard in range(SHARDS):
         with webdataset.TarWriter(str(folder / f"{shard:05d}.tar"), encoder=False) as tar:
-            for number in range(shard * count // SHARDS, (shard + 1) * count // SHARDS):
-                photo = photos[number % len(photos)]
+            for i in range(shard * count // SHARDS, (shard + 1) * count // SHARDS):
+                photo = photos[i % len(photos)]
                 side = int(draw.integers(min(photo.size) * 3 // 4, min(photo.size) + 1))
                 left, top = (int(draw.integers(0, length - side + 1)) for length in photo.size)
                 data = jpeg(square(photo, left, top, side, size), int(draw.integers(90, 96)))
                 meta = {
-                    "caption": f"photograph {number}",
-                    "key": f"{number:09d}",
+                    "caption": f"photograph {i}",
+                    "key": f"{i:09d}",
                     "width": size,
                     "height": size,
                 }
                 tar.write(
                     {
-                        "__key__": f"{number:09d}",
+                        "__key__": f"{i:09d}",
                         "jpg": data,
-                        "txt": f"photograph {number}".encode(),
+                        "txt": f"photograph {i}".encode(),
                         "json": json.dumps(meta).encode(),
                     }
                 )
@@ -182,8 +182,8 @@ def alone(work: Callable[[int], object], count: int) -> float:
     """Measure CPU milliseconds per call, after one warm-up call."""
     work(0)
     began = time.process_time()
-    for number in range(count):
-        work(number)
+    for i in range(count):
+        work(i)
     return 1e3 * (time.process_time() - began) / count
 
 
@@ -192,9 +192,9 @@ def bounds(jpegs: list[bytes], image_size: int) -> dict[str, float]:
     arrays = [decode_image(data) for data in jpegs[:8]]
     tensors = [torch.from_numpy(array).permute(2, 0, 1)[None] for array in arrays]
 
-    def resize(number: int) -> None:
+    def resize(i: int) -> None:
         torch.nn.functional.interpolate(
-            tensors[number % 8], size=[image_size] * 2, mode="bicubic", align_corners=False, antialias=True
+            tensors[i % 8], size=[image_size] * 2, mode="bicubic", align_corners=False, antialias=True
         )
 
     return {
@@ -217,12 +217,12 @@ def measure(folder: Path, photos: Sequence[Image.Image], size: int, options: Nam
         next(batches(name))  # one-time initialization
     times: dict[str, list[float]] = {name: [] for name in NAMES}
     parts = []
-    for number in range(options.rounds):
-        for name in sorted(NAMES, reverse=bool(number % 2)):
+    for i in range(options.rounds):
+        for name in sorted(NAMES, reverse=bool(i % 2)):
             times[name].append(timed(batches(name), count, side))
         parts.append(bounds(jpegs, side))
         took = ", ".join(f"{name} {taken[-1]:.2f} ms" for name, taken in times.items())
-        print(f"{size} px, round {number + 1}: {took}", flush=True)
+        print(f"{size} px, round {i + 1}: {took}", flush=True)
     ratios = {
         name: [reference / own for reference, own in zip(times["open_clip"], times[name], strict=True)]
         for name in NAMES[1:]

@@ -53,14 +53,14 @@ def make_images(folder: Path, count: int, size: int) -> list[Path]:
     random = np.random.default_rng(0)
     photos = [Image.fromarray(array) for array in load_sample_images().images]
     paths = []
-    for number in range(count):
-        photo = photos[number % len(photos)]
+    for i in range(count):
+        photo = photos[i % len(photos)]
         side = int(random.integers(200, min(photo.size)))
         left, top = (int(random.integers(0, length - side + 1)) for length in photo.size)
         square = photo.crop((left, top, left + side, top + side)).resize(
             (size, size), Image.Resampling.BICUBIC
         )
-        path = folder / f"{number:05d}.jpg"
+        path = folder / f"{i:05d}.jpg"
         square.save(path, quality=90)
         paths.append(path)
     return paths

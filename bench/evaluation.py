@@ -58,14 +58,14 @@ def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
     CPU seconds of all processes are also measured: they are more reliable on a machine with other load.
     """
     taken: dict[str, Row] = {side: {"seconds": [], "CPU seconds": []} for side in sides}
-    for number in range(rounds):
-        for side in sorted(sides, reverse=bool(number % 2)):
+    for i in range(rounds):
+        for side in sorted(sides, reverse=bool(i % 2)):
             began, cpu = time.perf_counter(), cpu_seconds()
-            sides[side](number)
+            sides[side](i)
             taken[side]["seconds"].append(time.perf_counter() - began)
             taken[side]["CPU seconds"].append(cpu_seconds() - cpu)
         took = ", ".join(f"{side} {times['seconds'][-1]:.1f} s" for side, times in taken.items())
-        print(f"round {number + 1}: {took}, load {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"round {i + 1}: {took}, load {os.getloadavg()[0]:.1f}", flush=True)
     own, reference = (taken[side] for side in SIDES)
     of_cpu = ratios(own["CPU seconds"], reference["CPU seconds"])
     return {**taken, **ratios(own["seconds"], reference["seconds"]), "CPU": of_cpu}
@@ -74,7 +74,7 @@ def alternating(rounds: int, sides: dict[str, Callable[[int], object]]) -> Row:
 def cpu_seconds() -> float:
     """Return the CPU seconds of this process and of its finished child processes."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 def ratios(own: Sequence[float], reference: Sequence[float]) -> Row:
@@ -103,7 +103,7 @@ def clip_benchmark() -> Any:
 
     probe = cli.linear_probe.evaluate
     cli.linear_probe.evaluate = on_cpu
-    cli.zeroshot_classification.float = lambda one: one.item()
+    cli.zeroshot_classification.float = lambda value: value.item()
     return cli
 
 
@@ -120,33 +120,37 @@ def classifier(options: argparse.Namespace) -> Row:
     tokenizer = open_clip.get_tokenizer(options.model)
     made: dict[str, torch.Tensor] = {}
 
-    def names(number: int) -> list[str]:
-        start = 100 + number * options.classes
+    def names(round_index: int) -> list[str]:
+        start = 100 + round_index * options.classes
         return list(open_clip.IMAGENET_CLASSNAMES[start : start + options.classes])
 
-    def build(number: int) -> None:
-        prompts = [[template.replace("{c}", name) for template in templates(80)] for name in names(number)]
+    def build(round_index: int) -> None:
+        prompts = [
+            [template.replace("{c}", name) for template in templates(80)] for name in names(round_index)
+        ]
         made["clipkit"] = Encoder(own).classifier(prompts, description="the classes")
 
-    def other(number: int) -> None:
+    def other(round_index: int) -> None:
         make = cli.zeroshot_classification.zero_shot_classifier
-        made["clip_benchmark"] = make(reference, tokenizer, names(number), templates(80), "cpu", amp=False)
+        made["clip_benchmark"] = make(
+            reference, tokenizer, names(round_index), templates(80), "cpu", amp=False
+        )
 
     with torch.inference_mode():  # one-time initialization
         reference.encode_text(tokenizer(["warm"])), clipkit.encode_text(["warm"], own)
-    found = alternating(options.rounds + 2, {"clipkit": build, "clip_benchmark": other})
+    times = alternating(options.rounds + 2, {"clipkit": build, "clip_benchmark": other})
     prompts = options.classes * 80
     for side in SIDES:
-        found[side]["prompts a second"] = prompts / statistics.median(found[side]["seconds"])
-    found["difference of the last classifiers"] = float(
+        times[side]["prompts a second"] = prompts / statistics.median(times[side]["seconds"])
+    times["difference of the last classifiers"] = float(
         (made["clipkit"] - made["clip_benchmark"]).abs().max()
     )
     new = [template.replace("{c}", name) for template in templates(80) for name in names(options.rounds + 2)]
     return {
         "classes": options.classes,
         "prompts": prompts,
-        **found,
-        **bound(own, new, found["clipkit"]["seconds"][-1]),
+        **times,
+        **bound(own, new, times["clipkit"]["seconds"][-1]),
     }
 
 
@@ -196,46 +200,46 @@ class Commands:
     inner: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     scores: dict[str, Row] = field(default_factory=lambda: {side: {} for side in SIDES})
 
-    def run_clipkit(self, number: int) -> None:
+    def run_clipkit(self, round_index: int) -> None:
         """Run one command with a separate cache."""
         self.inner["clipkit"].append(0)
-        out = self.place / f"{number}.jsonl"
+        out = self.place / f"{round_index}.jsonl"
         given = {"--model": self.weights, "--name": self.model, "--data": self.place / "set", "--out": out}
-        self._run("clipkit", number, "run", given, [part for task in TASKS for part in ("--task", task)])
+        self._run("clipkit", round_index, "run", given, [part for task in TASKS for part in ("--task", task)])
         lines = [json.loads(line) for line in out.read_text().splitlines()]
         self.scores["clipkit"] = {f"{line['task']} {line['metric']}": line["value"] for line in lines}
 
-    def run_reference(self, number: int) -> None:
+    def run_reference(self, round_index: int) -> None:
         """Run three commands."""
         self.inner["clip_benchmark"].append(0)
         for kind, task in TASKS.items():
-            out = self.place / f"{number} {kind}.json"
+            out = self.place / f"{round_index} {kind}.json"
             given = {
                 "--model": self.model,
                 "--pretrained": self.weights,
                 "--dataset": "wds/set",
                 "--dataset_root": self.place / ("captions" if kind == "retrieval" else "set"),
                 "--task": task,
-                "--feature_root": self.place / f"features {number}",
+                "--feature_root": self.place / f"features {round_index}",
                 "--num_workers": os.cpu_count() or 1,
                 "--output": out,
             }
             plain = ["--no_amp", "--quiet", "--recall_k", "1", "5", "10"]
-            self._run("clip_benchmark", number, "eval", given, plain)
-            found = json.loads(out.read_text())["metrics"]
-            self.scores["clip_benchmark"] |= {f"{kind} {name}": value for name, value in found.items()}
+            self._run("clip_benchmark", round_index, "eval", given, plain)
+            metrics = json.loads(out.read_text())["metrics"]
+            self.scores["clip_benchmark"] |= {f"{kind} {name}": value for name, value in metrics.items()}
 
     @property
     def weights(self) -> Path:
         return self.place / "weights.safetensors"
 
-    def _run(self, side: str, number: int, what: str, given: dict[str, Any], more: list[str]) -> None:
+    def _run(self, side: str, round_index: int, what: str, given: dict[str, Any], more: list[str]) -> None:
         arguments = [what, *(str(part) for pair in given.items() for part in pair), *more]
         command = [sys.executable, "-m", "bench.evaluation", "--side", side, *arguments]
-        cache = {"CLIPKIT_CACHE": str(self.place / f"cache {number}")}
+        cache = {"CLIPKIT_CACHE": str(self.place / f"cache {round_index}")}
         done = subprocess.run(command, env={**os.environ, **cache}, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-        self.inner[side][number] += float(done.stdout.splitlines()[-1])
+        self.inner[side][round_index] += float(done.stdout.splitlines()[-1])
 
 
 def three_tasks(options: argparse.Namespace) -> Row:
@@ -248,12 +252,12 @@ def three_tasks(options: argparse.Namespace) -> Row:
         torch.manual_seed(0)
         save_file(open_clip.create_model(options.model).state_dict(), commands.weights)
         sizes = publish(Path(scratch), options.images)
-        found = alternating(
+        times = alternating(
             options.rounds, {"clipkit": commands.run_clipkit, "clip_benchmark": commands.run_reference}
         )
     inner = commands.inner
     without = {"seconds": inner, **ratios(inner["clipkit"], inner["clip_benchmark"])}
-    return {**sizes, **found, "without imports": without, "scores": commands.scores}
+    return {**sizes, **times, "without imports": without, "scores": commands.scores}
 
 
 def one_side(side: str, arguments: list[str]) -> None:
@@ -300,13 +304,13 @@ def counted(_: argparse.Namespace) -> Row:
             encoders.append(Encoder(*given, **options))
             return encoders[-1]
 
-        found = eval.run.Results()
+        results = eval.run.Results()
         with patch("eval.run.Encoder", encoder), patch.dict(os.environ, CLIPKIT_CACHE=scratch):
             targets = find_targets([str(Path(scratch) / name) for name in FAMILY])
             eval.run.run_model(
-                own, targets, out=Path(scratch) / "out.jsonl", tasks=["zero-shot"], results=found
+                own, targets, out=Path(scratch) / "out.jsonl", tasks=["zero-shot"], results=results
             )
-        assert not found.errors and len({score.dataset for score in found.scores}) == len(FAMILY)
+        assert not results.errors and len({score.dataset for score in results.scores}) == len(FAMILY)
         counts["clipkit"] = dict(encoders[0].encoded)
         for name in FAMILY:
             dataset = cli.build_dataset("wds/x", str(Path(scratch) / name), transform, "test")
@@ -322,14 +326,14 @@ def memory(options: argparse.Namespace) -> Row:
         "zero-shot": [options.many, options.many_classes, options.dim],
         "retrieval": [options.pairs, options.pairs, options.dim],
     }
-    found = {}
+    peaks = {}
     for task, sizes in wanted.items():
         command = [sys.executable, "-m", "bench.evaluation_memory", task, *map(str, sizes)]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
-        found[task] = json.loads(done.stdout.splitlines()[-1])
-        print(task, found[task], flush=True)
-    return found
+        peaks[task] = json.loads(done.stdout.splitlines()[-1])
+        print(task, peaks[task], flush=True)
+    return peaks
 
 
 def main() -> None:
@@ -360,16 +364,16 @@ def main() -> None:
         "load before": os.getloadavg()[0],
     }
     work = {"classifier": classifier, "three_tasks": three_tasks, "counted": counted, "memory": memory}
-    kept: Row = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    results: Row = json.loads(options.out.read_text()) if options.out.is_file() else {}
     for part in options.only:
         print(f"\n{part}", flush=True)
-        found = work[part](options)
-        kept[part] = {**about, **found, "load after": os.getloadavg()[0]}
+        result = work[part](options)
+        results[part] = {**about, **result, "load after": os.getloadavg()[0]}
         options.out.parent.mkdir(exist_ok=True)
-        options.out.write_text(json.dumps(kept, indent=2) + "\n")
-        if "ratio" in found:
-            spread = f"({found['least']:.2f} to {found['greatest']:.2f})"
-            print(f"{found['ratio']:.2f} times as fast {spread}, in CPU time {found['CPU']['ratio']:.2f}")
+        options.out.write_text(json.dumps(results, indent=2) + "\n")
+        if "ratio" in result:
+            spread = f"({result['least']:.2f} to {result['greatest']:.2f})"
+            print(f"{result['ratio']:.2f} times as fast {spread}, in CPU time {result['CPU']['ratio']:.2f}")
 
 
 if __name__ == "__main__":

@@ -54,15 +54,15 @@ def write_pairs(out: Path) -> None:
     (digits,) = evaluation.open_datasets(["digits"])
     assert digits.labels is not None
     with DatasetWriter(out) as writer:
-        for number, label in enumerate(digits.labels.tolist()):
+        for i, label in enumerate(digits.labels.tolist()):
             prompts = digits.prompts()[label]
             writer.write(
-                "train" if number < LEARNED else "test",
+                "train" if i < LEARNED else "test",
                 Record(
-                    key=f"{number:05d}",
-                    image=digits.images.read(number),
+                    key=f"{i:05d}",
+                    image=digits.images.read(i),
                     extension="png",
-                    caption=prompts[number % len(prompts)],
+                    caption=prompts[i % len(prompts)],
                     label=label,
                 ),
             )
@@ -102,8 +102,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         pairs = Path(work) / "pairs"
         write_pairs(pairs)
-        for number, (seed, name) in enumerate(product(given.seeds, given.options or OPTIONS)):
-            out = Path(work) / str(number)
+        for i, (seed, name) in enumerate(product(given.seeds, given.options or OPTIONS)):
+            out = Path(work) / str(i)
             settings = [
                 f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "eval.every_steps=0", "data.workers=1",
                 f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", f"seed={seed}",

@@ -76,7 +76,7 @@ class Bench:
     out: Path
     ends: float  # by the monotonic clock
     small: bool
-    found: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, Any] = field(default_factory=dict)
 
     def left(self) -> float:
         return self.ends - time.monotonic()
@@ -84,7 +84,7 @@ class Bench:
     def save(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         aside = self.out.with_suffix(".aside")
-        aside.write_text(json.dumps(self.found, indent=2) + "\n")
+        aside.write_text(json.dumps(self.results, indent=2) + "\n")
         aside.rename(self.out)
 
     def wait(self) -> None:
@@ -127,11 +127,11 @@ def exact(bench: Bench) -> None:
         tokens = (50,)
         rows = 4
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        bench.found["exact"] = pool.submit(
+        bench.results["exact"] = pool.submit(
             check_repeats, bench.device, models, tokens=tokens, rows=rows
         ).result()
     bench.save()
-    for name, modes in bench.found["exact"].items():
+    for name, modes in bench.results["exact"].items():
         print(f"{name}: {modes}", flush=True)
 
 
@@ -146,7 +146,7 @@ def loop(bench: Bench) -> None:
     ]
     if bench.small:
         runs = [LoopRun(name=TINY, steps=12, settings=(*SMALL_RUN, "log.every_steps=2"))]
-    report = bench.found["loop"] = {}
+    report = bench.results["loop"] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shards = shards_for(bench, folder)
@@ -166,7 +166,7 @@ def resume(bench: Bench) -> None:
         folder = Path(name)
         shards = shards_for(bench, folder)
         report = check_resume(shards, folder, settings, steps=steps, workers=workers_for(bench))
-    bench.found["resume"] = report
+    bench.results["resume"] = report
     bench.save()
     print(f"resume: {report}", flush=True)
 
@@ -181,11 +181,13 @@ def workers_for(bench: Bench) -> int:
     return 1 if bench.small else max(1, (os.cpu_count() or 1) - 2)
 
 
-def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: int, ends: float) -> int:
+def most_useful_rows(
+    bench: Bench, contestant: Contestant, shape: Architecture, first: int, ends: float
+) -> int:
     """Find the largest batch size that fits and is faster than half of it."""
     best, rate, rows, times = first, 0.0, first, 1 if bench.small else 3
     while bench.left() > ends:
-        if (seconds := tried(bench, one, shape, rows, times)) is None:
+        if (seconds := tried(bench, contestant, shape, rows, times)) is None:
             break
         if rows / seconds < GAIN * rate:
             break
@@ -195,17 +197,19 @@ def most_useful_rows(bench: Bench, one: Contestant, shape: Architecture, first: 
     return best
 
 
-def tried(bench: Bench, one: Contestant, shape: Architecture, rows: int, times: int = 1) -> float | None:
+def tried(
+    bench: Bench, contestant: Contestant, shape: Architecture, rows: int, times: int = 1
+) -> float | None:
     """Return the seconds per step; None if out of memory."""
     seconds, batch = None, None
     try:
         batch = make_batch(shape, rows, bench.device)
-        bench.seconds(partial(one.step, batch))  # compiles, and creates the optimizer state
-        seconds = bench.seconds(partial(one.step, batch), times)
+        bench.seconds(partial(contestant.step, batch))  # compiles, and creates the optimizer state
+        seconds = bench.seconds(partial(contestant.step, batch), times)
     except torch.cuda.OutOfMemoryError:
         pass
     del batch
-    one.optimizer.zero_grad(set_to_none=True)
+    contestant.optimizer.zero_grad(set_to_none=True)
     bench.free()
     return seconds
 
@@ -227,7 +231,7 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
         others.append(open_clip_steps(shape, model, bench.device))
     others.append(other_steps("plain compiled", plain, torch.compile(plain, backend=backend)))
     for other in others:
-        if other.name == "plain compiled" and bench.left() < bench.found.get("compiled_in", 45.0):
+        if other.name == "plain compiled" and bench.left() < bench.results.get("compiled_in", 45.0):
             break
         began = time.monotonic()
         while fits > 1 and tried(bench, other, shape, fits) is None:
@@ -235,7 +239,7 @@ def train(bench: Bench, name: str, seconds: float) -> dict[str, Any]:
         rows[other.name] = fits
         contestants.append(other)
     if "plain compiled" in rows:
-        bench.found["compiled_in"] = max(bench.found.get("compiled_in", 0.0), time.monotonic() - began)
+        bench.results["compiled_in"] = max(bench.results.get("compiled_in", 0.0), time.monotonic() - began)
     while True:
         try:
             return rounds(bench, contestants, rows, shape, ends)
@@ -262,23 +266,23 @@ def rounds(
         for one in contestants:
             seconds[one.name].append(bench.seconds(steps[one.name], 1 if bench.small else 3))
             one.optimizer.zero_grad(set_to_none=True)
-    found = {}
+    measured = {}
     for name, times in seconds.items():
         ratios = [
             b / rows[name] / (a / rows["clipkit"]) for a, b in zip(seconds["clipkit"], times, strict=True)
         ]
-        found[name] = {
+        measured[name] = {
             **rates(bench, shape, made[rows[name]], statistics.median(times)),
             "peak_memory": memory[name],
             "seconds_by_round": times,
             "clipkit_faster": statistics.median(ratios),
             "clipkit_faster_by_round": ratios,
         }
-    return found
+    return measured
 
 
 def rates(bench: Bench, shape: Architecture, batch: Batch, seconds: float) -> dict[str, Any]:
-    rows, device = len(batch.lengths), bench.found["device"]
+    rows, device = len(batch.lengths), bench.results["device"]
     with torch.device("meta"):
         count = flops_of_steps(Workload(model=CLIP(shape), config=Config(batch_size=rows)))
     assert count is not None
@@ -300,11 +304,11 @@ def copies(bench: Bench, rows: int) -> dict[str, float]:
     floats = images.float()
     if bench.device.type == "cuda":
         images = images.pin_memory()
-    found = {"pictures": float(rows)}
-    for name, one in (("uint8 pinned", images), ("float32", floats)):
-        copy = partial(one.to, bench.device, non_blocking=True)
-        found[name] = statistics.median(bench.seconds(copy) for _ in range(5))
-    return found
+    seconds = {"pictures": float(rows)}
+    for name, tensor in (("uint8 pinned", images), ("float32", floats)):
+        copy = partial(tensor.to, bench.device, non_blocking=True)
+        seconds[name] = statistics.median(bench.seconds(copy) for _ in range(5))
+    return seconds
 
 
 def loss_peers(device: torch.device) -> dict[str, Callable[..., Tensor]]:
@@ -312,7 +316,7 @@ def loss_peers(device: torch.device) -> dict[str, Callable[..., Tensor]]:
 
     All take unit-norm features in float32, exp(t) and, for the sigmoid loss, a bias.
     """
-    found: dict[str, Callable[..., Tensor]] = {
+    peers: dict[str, Callable[..., Tensor]] = {
         "clipkit": clip_loss,
         "plain": plain_loss,
         "clipkit siglip": siglip_loss,
@@ -320,25 +324,25 @@ def loss_peers(device: torch.device) -> dict[str, Callable[..., Tensor]]:
     if importlib.util.find_spec("open_clip") is not None:
         from open_clip.loss import ClipLoss, SigLipLoss
 
-        found["open_clip"], found["open_clip siglip"] = ClipLoss(), SigLipLoss()
+        peers["open_clip"], peers["open_clip siglip"] = ClipLoss(), SigLipLoss()
     if device.type == "cuda" and importlib.util.find_spec("memeff") is not None:
         import memeff
 
         # its temperature is a number, without a gradient
         module = memeff.MemoryEfficientCLIPLoss(temperature=1 / SCALE, normalized_inputs=True, stable=False)
-        found["memeff"] = lambda image, text, scale: module(image, text)
+        peers["memeff"] = lambda image, text, scale: module(image, text)
     if device.type == "cuda" and importlib.util.find_spec("siglip_kernel") is not None:
         from siglip_kernel import fused_siglip_loss
 
-        found["siglip-kernel siglip"] = lambda image, text, scale, bias: fused_siglip_loss(
+        peers["siglip-kernel siglip"] = lambda image, text, scale, bias: fused_siglip_loss(
             image, text, scale.log(), bias
         )
-    return found
+    return peers
 
 
 def loss_alone(bench: Bench, sizes: Sequence[int], dim: int) -> None:
     """Measure forward and backward passes of the losses on the features of one GPU, within the time limit."""
-    table, peers = bench.found.setdefault("loss", []), loss_peers(bench.device)
+    table, peers = bench.results.setdefault("loss", []), loss_peers(bench.device)
     for rows in sizes:
         row: dict[str, Any] = {"rows": rows, "dim": dim}
         table.append(row)
@@ -350,27 +354,27 @@ def loss_alone(bench: Bench, sizes: Sequence[int], dim: int) -> None:
         for name, loss in peers.items():
             tensors = [*given, bias] if name.endswith("siglip") else given
             row[name] = one_loss(bench, partial(both_passes, loss, tensors), expected(table, name, rows))
-            for one in tensors:
-                one.grad = None
+            for tensor in tensors:
+                tensor.grad = None
             bench.free()
         bench.save()
         report_loss(row)
 
 
 def report_loss(row: dict[str, Any]) -> None:
-    for name, one in row.items():
+    for name, result in row.items():
         own = row["clipkit siglip" if name.endswith("siglip") else "clipkit"]
-        if isinstance(one, dict) and isinstance(own, dict):
-            compared = f"{own['seconds'] / one['seconds']:.2f} of its time"
-            if one["bytes"]:
-                compared += f", {own['bytes'] / one['bytes']:.2f} of its memory"
+        if isinstance(result, dict) and isinstance(own, dict):
+            compared = f"{own['seconds'] / result['seconds']:.2f} of its time"
+            if result["bytes"]:
+                compared += f", {own['bytes'] / result['bytes']:.2f} of its memory"
             print(
-                f"loss of {row['rows']:,} rows, {name}: {1e3 * one['seconds']:.1f} ms, {one['bytes'] / 2**20:,.0f} "
-                f"MiB, value {one['value']:.6g}; clipkit takes {compared}",
+                f"loss of {row['rows']:,} rows, {name}: {1e3 * result['seconds']:.1f} ms, "
+                f"{result['bytes'] / 2**20:,.0f} MiB, value {result['value']:.6g}; clipkit takes {compared}",
                 flush=True,
             )
-        elif isinstance(one, str):
-            print(f"loss of {row['rows']:,} rows, {name}: {one}", flush=True)
+        elif isinstance(result, str):
+            print(f"loss of {row['rows']:,} rows, {name}: {result}", flush=True)
 
 
 def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> Tensor:
@@ -381,7 +385,7 @@ def both_passes(loss: Callable[..., Tensor], given: Sequence[Tensor]) -> Tensor:
 
 def expected(table: Sequence[dict[str, Any]], name: str, rows: int) -> float:
     """Return the expected seconds: proportional to the square of the rows, from the last measurement."""
-    timed = [one for one in table if isinstance(one.get(name), dict)]
+    timed = [row for row in table if isinstance(row.get(name), dict)]
     return timed[-1][name]["seconds"] * (rows / timed[-1]["rows"]) ** 2 if timed else 0.0
 
 
@@ -433,45 +437,47 @@ def main() -> None:
     device, small = torch.device(options.device), options.small
     ends = time.monotonic() + 60 * options.minutes
     bench = Bench(device=device, out=options.out, ends=ends, small=small)
-    bench.found["device"] = describe_files(device)
+    bench.results["device"] = describe_files(device)
     if "right" in options.parts:
-        bench.found["right"] = check(device, small=small)
+        bench.results["right"] = check(device, small=small)
         bench.save()
     if "exact" in options.parts:
         exact(bench)
     if "loop" in options.parts:
         loop(bench)
     if "copies" in options.parts:
-        bench.found["copies"] = copies(bench, 8 if small else 1024)
+        bench.results["copies"] = copies(bench, 8 if small else 1024)
         bench.save()
     if "loss" in options.parts:
         loss_alone(bench, (64, 128) if small else LOSS_ROWS[:-1], 64 if small else 512)
     if "training" in options.parts:
         models = [TINY] if small else options.models
-        bench.found["training"] = {}
-        for number, name in enumerate(models):
-            bench.found["training"][name] = found = train(bench, name, bench.left() / (len(models) - number))
+        bench.results["training"] = {}
+        for i, name in enumerate(models):
+            bench.results["training"][name] = results = train(bench, name, bench.left() / (len(models) - i))
             bench.free()
             bench.save()
-            report(name, found)
+            report(name, results)
     if "resume" in options.parts:
         resume(bench)
     if "loss" in options.parts and not small:
         loss_alone(bench, LOSS_ROWS[-1:], 512)  # may exceed the remaining time
-    bench.found["minutes"] = options.minutes - bench.left() / 60
+    bench.results["minutes"] = options.minutes - bench.left() / 60
     bench.save()
-    print(json.dumps({name: one for name, one in bench.found.items() if name != "training"}, indent=2))
-    wrong = [name for name, one in bench.found.get("right", {}).items() if not one["right"]]
+    print(
+        json.dumps({name: result for name, result in bench.results.items() if name != "training"}, indent=2)
+    )
+    wrong = [name for name, result in bench.results.get("right", {}).items() if not result["right"]]
     if wrong:
         raise SystemExit(f"error: wrong on {device}: {', '.join(wrong)}")
 
 
-def report(name: str, found: dict[str, Any]) -> None:
-    for who, one in found.items():
+def report(name: str, results: dict[str, Any]) -> None:
+    for who, result in results.items():
         print(
-            f"{name} {who}: {one['samples_per_second']:,.0f} samples/s at {one['batch']}, MFU "
-            f"{one['mfu_of_measured_peak']:.1%} of the measured peak, {one['peak_memory'] / 2**30:.1f} GiB, "
-            f"clipkit {one['clipkit_faster']:.2f}× as fast"
+            f"{name} {who}: {result['samples_per_second']:,.0f} samples/s at {result['batch']}, MFU "
+            f"{result['mfu_of_measured_peak']:.1%} of the measured peak, {result['peak_memory'] / 2**30:.1f} GiB, "
+            f"clipkit {result['clipkit_faster']:.2f}× as fast"
         )
 
 

@@ -38,7 +38,7 @@ def check(device: torch.device, *, small: bool) -> dict[str, dict[str, Any]]:
     backend = "eager" if small else "inductor"
     generator = torch.Generator().manual_seed(0)
     features = [F.normalize(torch.randn(rows, 512, generator=generator), dim=-1).to(device) for _ in range(2)]
-    found = {
+    checks = {
         "clip_loss against float64": judged(_loss(features, clip_loss, _plain_clip, (14.3,)), 1e-5),
         "siglip_loss against float64": judged(
             _loss(features, siglip_loss, _plain_siglip, (10.0, -10.0)), 1e-5
@@ -52,9 +52,9 @@ def check(device: torch.device, *, small: bool) -> dict[str, dict[str, Any]]:
     }
     group = "NCCL" if device.type == "cuda" else "gloo"
     for kind in ("DDP", "FSDP2"):
-        found[f"gradient of one rank, {group} and {kind}"] = judged(_one_rank(device, kind), FLOAT32)
-    found |= _nvjpeg(device)
-    return found
+        checks[f"gradient of one rank, {group} and {kind}"] = judged(_one_rank(device, kind), FLOAT32)
+    checks |= _nvjpeg(device)
+    return checks
 
 
 def judged(difference: float, limit: float) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _loss(
         ]
         value = loss(*given)
         torch.autograd.backward(value)
-        results.append([value.detach(), *(one.grad for one in given)])
+        results.append([value.detach(), *(tensor.grad for tensor in given)])
     return _largest(*results)
 
 
@@ -117,8 +117,11 @@ def _packed(device: torch.device, name: str, rows: int) -> float:
 def _patches(device: torch.device) -> float:
     """Count differing choices of patches."""
     rows = torch.arange(1000, 1256)
-    kept = [draw_patches(seed=7, rows=one, patches=196, keep=98).cpu() for one in (rows, rows.to(device))]
-    return float((kept[0] != kept[1]).sum())
+    drawn = [
+        draw_patches(seed=7, rows=row_numbers, patches=196, keep=98).cpu()
+        for row_numbers in (rows, rows.to(device))
+    ]
+    return float((drawn[0] != drawn[1]).sum())
 
 
 def _gradient(device: torch.device, backend: str) -> float:
@@ -141,14 +144,14 @@ def _one_rank(device: torch.device, kind: str) -> float:
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
         if kind == "DDP":
-            found = _gradients(DistributedDataParallel(model), device)
+            gradients = _gradients(DistributedDataParallel(model), device)
         else:  # clipkit.training.parallel.shard, which refuses a single process
             mesh = init_device_mesh(device.type, (1,))
             apply_fsdp(model, mesh)
-            found = _gradients(model, device)
+            gradients = _gradients(model, device)
     finally:
         dist.destroy_process_group()
-    return _largest(found, expected)
+    return _largest(gradients, expected)
 
 
 def _gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
@@ -160,7 +163,7 @@ def _gradients(model: nn.Module, device: torch.device) -> list[Tensor]:
         tokens[row, :length] = torch.randint(1, START_OF_TEXT, (length,), generator=generator)
         tokens[row, 0], tokens[row, length - 1] = START_OF_TEXT, END_OF_TEXT
     patches = draw_patches(seed=0, rows=torch.arange(16), patches=16, keep=8)
-    images, tokens, patches = (one.to(device) for one in (images, tokens, patches))
+    images, tokens, patches = (tensor.to(device) for tensor in (images, tokens, patches))
     loss = clip_loss(*model(images, tokens, patches=patches, lengths=lengths))
     torch.autograd.backward(loss)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -56,11 +56,11 @@ def write_training_data(folder: Path) -> None:
 
     draw = np.random.default_rng(2)
     with DatasetWriter(folder) as writer:
-        for number, (pixels, four) in enumerate(composites(LEARNED, test=False, seed=1)):
+        for i, (pixels, four) in enumerate(composites(LEARNED, test=False, seed=1)):
             file = BytesIO()
             Image.fromarray(pixels).convert("RGB").save(file, "png")
             caption = " and ".join(NAMES[digit] for digit in draw.permutation(four))
-            record = Record(key=f"{number:06d}", image=file.getvalue(), extension="png", caption=caption)
+            record = Record(key=f"{i:06d}", image=file.getvalue(), extension="png", caption=caption)
             writer.write("train", record)
         writer.finish({"name": "four digits"})
 

@@ -27,10 +27,10 @@ def write_folder(out: Path) -> None:
     """Write the digits as images by class, in a train and a test split."""
     (digits,) = evaluation.open_datasets(["digits"])
     assert digits.labels is not None
-    for number, label in enumerate(digits.labels.tolist()):
-        folder = out / ("train" if number < LEARNED else "test") / digits.class_names[label]
+    for i, label in enumerate(digits.labels.tolist()):
+        folder = out / ("train" if i < LEARNED else "test") / digits.class_names[label]
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{number:05d}.png").write_bytes(digits.images.read(number))
+        (folder / f"{i:05d}.png").write_bytes(digits.images.read(i))
 
 
 def main() -> None:

@@ -54,19 +54,19 @@ def write_shards(folder: Path, samples: int, shards: int) -> None:
     with webdataset.ShardWriter(
         str(folder / "%05d.tar"), maxcount=math.ceil(samples / shards), encoder=False, verbose=0
     ) as tar:
-        for number in range(samples):
+        for i in range(samples):
             file = io.BytesIO()
             side = drawn.randint(40, 90)
             Image.fromarray(pixels.integers(0, 256, (side, side + 9, 3), dtype=np.uint8)).save(file, "JPEG")
             caption = " ".join(f"word{drawn.randint(0, 10**6)}" for _ in range(drawn.randint(3, 30)))
             meta = {
-                "texts": [caption, f"picture {number}"],
+                "texts": [caption, f"picture {i}"],
                 "width": side,
-                "url": f"https://example.org/{number}",
+                "url": f"https://example.org/{i}",
             }
             tar.write(
                 {
-                    "__key__": f"{number:06d}",
+                    "__key__": f"{i:06d}",
                     "jpg": file.getvalue(),
                     "txt": caption.encode(),
                     "json": json.dumps(meta).encode(),
@@ -116,7 +116,7 @@ def fitted(values: list[float]) -> dict[str, float]:
 def measure(selection: Selection, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     began = time.perf_counter()
     rows = list(epochs_of(folder, selection, options))
-    names = ["training process", *(f"loader process {number + 1}" for number in range(options.workers))]
+    names = ["training process", *(f"loader process {i + 1}" for i in range(options.workers))]
     series = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     series["together"] = [sum(row) for row in rows]
     return {

@@ -49,13 +49,13 @@ def trained(out: Path, settings: tuple[str, ...]) -> dict[str, float]:
     """Train to the end; return the scores of the last step (value, low, high) and the seconds of all steps."""
     command = [sys.executable, str(ROOT / "train.py"), f"out={out}", "eval.every_steps=0", *settings]
     subprocess.run(command, cwd=ROOT, check=True)
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for line in (out / "results.jsonl").read_text().splitlines():
         score = json.loads(line)
         if score["metric"] == "acc1" and SCORES.get(score["dataset"]) == score["task"]:
-            found |= {f"{score['dataset']}_{key}": score[key] for key in ("value", "low", "high")}
+            scores |= {f"{score['dataset']}_{key}": score[key] for key in ("value", "low", "high")}
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    return {**found, "seconds": last["seconds"], "steps": last["step"]}
+    return {**scores, "seconds": last["seconds"], "steps": last["step"]}
 
 
 def main() -> None:
@@ -74,9 +74,10 @@ def main() -> None:
         folder = given.out / "".join(c if c.isalnum() else "_" for c in name)
         results[name] = {"settings": settings, **trained(folder, settings)}
         RESULT.write_text(json.dumps(results, indent=2) + "\n")
-        one = results[name]
+        result = results[name]
         print(
-            f"{name}: digits {one['digits_value']:.1%}, fonts {one['glyphs_value']:.1%}, {one['seconds']:.0f} s"
+            f"{name}: digits {result['digits_value']:.1%}, fonts {result['glyphs_value']:.1%}, "
+            f"{result['seconds']:.0f} s"
         )
 
 

@@ -45,12 +45,12 @@ def one_manifest(shards: int, samples: int) -> Manifest:
     counts = np.random.default_rng(0).integers(samples - samples // 20, samples + samples // 20 + 1, shards)
     counts[-1] += shards * samples - counts.sum()  # so that the total is exact
     return Manifest(
-        urls=Strings.of([f"s3://a-bucket/laion2B-en/{number:06d}.tar" for number in range(shards)]),
-        versions=Strings.of([f"{number:032x}" for number in range(shards)]),
+        urls=Strings.of([f"s3://a-bucket/laion2B-en/{shard_index:06d}.tar" for shard_index in range(shards)]),
+        versions=Strings.of([f"{shard_index:032x}" for shard_index in range(shards)]),
         sizes=np.full(shards, 300_000_000),
         counts=counts,
-        digests=Strings.of([f"{number:016x}" for number in range(shards)]),
-        contents=Strings.of([f"{number:016x}" for number in range(shards)]),
+        digests=Strings.of([f"{shard_index:016x}" for shard_index in range(shards)]),
+        contents=Strings.of([f"{shard_index:016x}" for shard_index in range(shards)]),
         sources=(shards,),
         selection=Selection().identity,
         dropped={},

@@ -41,13 +41,13 @@ def write_shard(path: Path, samples: int, size: int, *, pax: bool) -> None:
     """Write a shard of images of about ``size`` random bytes."""
     drawn = random.Random(0)
     with webdataset.TarWriter(str(path), encoder=False, mtime=None if pax else 1) as tar:
-        for number in range(samples):
-            meta = {"caption": f"caption {number}", "url": "https://example.org/" + "x" * 80, "width": 256}
+        for i in range(samples):
+            meta = {"caption": f"caption {i}", "url": "https://example.org/" + "x" * 80, "width": 256}
             tar.write(
                 {
-                    "__key__": f"{number:09d}",
+                    "__key__": f"{i:09d}",
                     "jpg": drawn.randbytes(int(size * drawn.uniform(0.5, 1.5))),
-                    "txt": f"a caption of some words, number {number}".encode(),
+                    "txt": f"a caption of some words, number {i}".encode(),
                     "json": json.dumps(meta).encode(),
                 }
             )
@@ -58,7 +58,7 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
     shards = Shards.of([ShardFile.at(path)])
     order = list(range(samples))
     random.Random(1).shuffle(order)
-    held = [shards.read(number).image for number in order[:200]]
+    held = [shards.read(i).image for i in order[:200]]
 
     def by_tarfile() -> int:
         with tarfile.open(path) as tar:
@@ -74,10 +74,10 @@ def times(path: Path, samples: int) -> dict[str, Callable[[], int]]:
         return sum(1 for _ in webdataset.WebDataset(str(path), shardshuffle=False))
 
     def by_read() -> int:
-        return sum(shards.read(number).image is not None for number in order)
+        return sum(shards.read(i).image is not None for i in order)
 
     def by_copy() -> int:
-        return sum(len(bytes(bytearray(held[number % 200]))) > 0 for number in order)
+        return sum(len(bytes(bytearray(held[i % 200]))) > 0 for i in order)
 
     return {
         "tarfile": by_tarfile, "index": by_index, "content": by_content, "webdataset": by_webdataset,

@@ -88,9 +88,9 @@ def train(out: Path, world: int, *arguments: str) -> None:
 def speed(folder: Path, worlds: Sequence[int], rounds: int, steps: int) -> dict[str, Any]:
     """Return samples/s by number of ranks, and their ratio to one rank's within rounds."""
     rates: dict[int, list[float]] = {world: [] for world in worlds}
-    for number in range(rounds):
-        for world in worlds if number % 2 else reversed(worlds):
-            run = folder / f"speed-{world}-{number}"
+    for i in range(rounds):
+        for world in worlds if i % 2 else reversed(worlds):
+            run = folder / f"speed-{world}-{i}"
             train(run, world, f"steps={steps + SKIPPED}", "log.every_steps=1")
             lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
             rates[world].append(statistics.median(one["samples_per_second"] for one in lines[SKIPPED:]))
@@ -164,8 +164,8 @@ def workload(config: Config, world: int) -> Workload:
 def volume(folder: Path) -> list[dict[str, Any]]:
     """Compare measured bytes with the formula for each variant."""
     rows = []
-    for number, (world, settings) in enumerate(VARIANTS):
-        run = folder / f"volume-{number}"
+    for i, (world, settings) in enumerate(VARIANTS):
+        run = folder / f"volume-{i}"
         steps = f"steps={4 + PROFILED}"
         train(run, world, *settings, steps, "log.every_steps=1000", "--profile", str(PROFILED))
         found = collectives(run / "profile" / "trace.json.gz", world)

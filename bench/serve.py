@@ -56,9 +56,9 @@ def main() -> None:
         rows = 0
         end = time.monotonic() + given.seconds
 
-        def client(number: int) -> None:
+        def client(client_index: int) -> None:
             nonlocal rows
-            rng, thumbnails = random.Random(number), [""]
+            rng, thumbnails = random.Random(client_index), [""]
             connection = http.client.HTTPConnection(place, timeout=60)
             while time.monotonic() < end:
                 if rng.random() < 0.2 and thumbnails[0]:

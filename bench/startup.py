@@ -43,22 +43,23 @@ for _package, _commands in (
     ("eval", eval.options.COMMANDS),
 ):
     HELP |= {
-        " ".join((_package, *one)): ["-m", _package, *one] for one in [(), *((name,) for name in _commands)]
+        " ".join((_package, *words)): ["-m", _package, *words]
+        for words in [(), *((name,) for name in _commands)]
     }
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 
 def cpu_seconds(root: int) -> float:
     """Return the CPU time of a process, its descendants, and their children that have ended."""
-    found: dict[int, tuple[int, int]] = {}  # parent, and ticks
+    processes: dict[int, tuple[int, int]] = {}  # parent, and ticks
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it has ended
             fields = stat.read_text().rpartition(") ")[2].split()
-            found[int(stat.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+            processes[int(stat.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
     ticks = 0
-    for process, (_, own) in found.items():
-        while process in found and process != root:
-            process = found[process][0]
+    for process, (_, own) in processes.items():
+        while process in processes and process != root:
+            process = processes[process][0]
         ticks += own if process == root else 0
     return ticks / os.sysconf("SC_CLK_TCK")
 
@@ -116,8 +117,8 @@ def main() -> None:
         built_in(name)
     folders = {"here": ROOT, **({"against": options.against.resolve()} if options.against else {})}
     measured: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for number in range(options.rounds + 1):  # the first fills the caches of files
-        for side, folder in folders.items() if number % 2 else reversed(folders.items()):
+    for i in range(options.rounds + 1):  # the first fills the caches of files
+        for side, folder in folders.items() if i % 2 else reversed(folders.items()):
             with tempfile.TemporaryDirectory() as temporary:
                 commands: dict[str, tuple[list[str], Path | None]] = {}
                 if "help" in options.only:
@@ -125,9 +126,9 @@ def main() -> None:
                 if "training" in options.only:
                     commands |= trainings(Path(temporary))
                 for name, (line, written) in commands.items():
-                    found = measure(line, folder, written)
-                    if number:
-                        measured.setdefault(name, {}).setdefault(side, []).append(found)
+                    costs = measure(line, folder, written)
+                    if i:
+                        measured.setdefault(name, {}).setdefault(side, []).append(costs)
     rows: dict[str, Any] = {}
     for name, sides in measured.items():
         rows[name] = {}

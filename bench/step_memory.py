@@ -70,12 +70,12 @@ def open_clip_steps(name: str, images: Tensor, tokens: Tensor, recompute: int, p
             pairs = list(zip(images.chunk(parts), tokens.chunk(parts), strict=True))
             with torch.no_grad():
                 features = [model(*pair)[:2] for pair in pairs]
-            for number, pair in enumerate(pairs):
+            for i, pair in enumerate(pairs):
                 of_images, of_texts, scale = model(*pair)
                 whole = []
                 for side, own in enumerate((of_images, of_texts)):
                     kept = [feature[side] for feature in features]
-                    whole.append(torch.cat([*kept[:number], own, *kept[number + 1 :]]))
+                    whole.append(torch.cat([*kept[:i], own, *kept[i + 1 :]]))
                 torch.autograd.backward(loss_of(*whole, scale))
         optimizer.step()
 

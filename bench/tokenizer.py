@@ -210,10 +210,10 @@ def measure(name: str, count: int, rounds: int) -> dict[str, Any]:
         run(warm_up)
     seconds: dict[str, list[float]] = {tool: [] for tool in [*tools, "ftfy", "clipkit_again", "split"]}
     new, words, beyond = [], [], []
-    for number in range(rounds):
-        texts = captions(count, SETS[name], f"{name}, round {number}")
+    for i in range(rounds):
+        texts = captions(count, SETS[name], f"{name}, round {i}")
         ids = {}
-        for tool in sorted(tools, reverse=bool(number % 2)):
+        for tool in sorted(tools, reverse=bool(i % 2)):
             taken, ids[tool] = timed(tools[tool], texts)
             seconds[tool].append(taken)
         assert torch.equal(ids["clipkit"], ids["open_clip"]), "the ids differ"
@@ -225,7 +225,7 @@ def measure(name: str, count: int, rounds: int) -> dict[str, Any]:
         seen.update(parts)
         words.append(len(parts) / count)
         beyond.append(sum(not text.isascii() or "&" in text for text in texts) / count)
-        print(f"{name}, round {number + 1}: " + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in seconds.items()))
+        print(f"{name}, round {i + 1}: " + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in seconds.items()))
     medians = {tool: statistics.median(times) for tool, times in seconds.items()}
     by_round = [b / a for a, b in zip(seconds["clipkit"], seconds["open_clip"], strict=True)]
     return {

@@ -159,11 +159,11 @@ def main() -> None:
         timed(gradients, optimizer)  # creates the optimizer state
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     rates = []
-    for number in range(options.rounds):
+    for i in range(options.rounds):
         rates.append(gemm_rate())
         for name, step in steps.items():
             seconds[name].append(timed(*step))
-        print(f"round {number + 1}: " + ", ".join(f"{k} {v[-1][0]:.2f} s" for k, v in seconds.items()))
+        print(f"round {i + 1}: " + ", ".join(f"{k} {v[-1][0]:.2f} s" for k, v in seconds.items()))
     report(options, pairs, shape, difference, seconds, statistics.median(rates))
 
 

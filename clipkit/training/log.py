@@ -52,7 +52,7 @@ class Log:
         config: configuration of the run.
         state: the state before the first step. Rank 0 removes what a killed run wrote about later steps; no rank
             goes on before that is done.
-        opening: lines to print first.
+        opening: lines to print first; empty ones are left out.
         device: the training device.
         decoding: how training decodes images.
         profile: number of steps that rank 0 profiles.
@@ -87,7 +87,7 @@ class Log:
                 drop_lines_after(path, state.step)
         barrier()
         self._progress = ProgressLine(steps=config.steps, done=state.step, shown=rank0)
-        for line in opening:
+        for line in filter(None, opening):
             self.print_line(line)
         self._began = time.monotonic() - state.seconds
         self._state = state

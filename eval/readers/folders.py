@@ -83,11 +83,6 @@ def open_table(file: Path, name: str, *, split: str = TEST, is_whole_split: bool
     return _open_pairs(samples, root or file.parent, file, name, split, is_whole_split=is_whole_split)
 
 
-def open_captioned_folder(samples: FolderSamples, name: str) -> EvalDataset:
-    """Open a folder of images with captions in files beside them, which are a test split; see ``open_table``."""
-    return _open_pairs(samples, samples.folder, samples.folder, name, TEST)
-
-
 def _open_pairs(
     samples: TableSamples | FolderSamples,
     root: Path,
@@ -189,7 +184,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
         if table is not None:
             return replace(open_table(table, name), split=split)
         if samples.caption_file is not None:
-            return replace(open_captioned_folder(samples, name), split=split)
+            # captions in files beside the images are a test split
+            return replace(_open_pairs(samples, inside, inside, name, TEST), split=split)
     classes, labels_of = listed or (subfolders, {name: label for label, name in enumerate(subfolders)})
     labelled: list[tuple[int, Path]] = []
     outside: list[str] = []

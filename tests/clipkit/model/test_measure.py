@@ -116,8 +116,8 @@ PROFILES = {
 def test_parameters_and_flops_of_published_profiles(name: str) -> None:
     millions, image, text = PROFILES[name]
     model = meta(create_architecture(name))
-    found = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert found == pytest.approx(millions, abs=0.006)
+    counted_millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    assert counted_millions == pytest.approx(millions, abs=0.006)
     gflops = {"image": image_flops(model).forward / 1e9, "text": text_flops(model, 77).forward / 1e9}
     # the last block of clipkit's own transformers computes only the token that is read
     for tower, published in (("image", image), ("text", text)):
@@ -146,9 +146,9 @@ def test_locked_parameters_have_no_backward_flops() -> None:
 def test_bag_of_words_costs_its_projection() -> None:
     model = meta(replace(ARCHITECTURES["ViT-Ti-4-16"], text=BagOfWords(width=32)))
     for length in (5, 50):
-        found = text_flops(model, length)
+        flops = text_flops(model, length)
         averaging = 2 * length * 32  # a product of a weight of each word with the embeddings
-        assert found.forward == 2 * 32 * 128 + averaging
+        assert flops.forward == 2 * 32 * 128 + averaging
 
 
 def test_measuring_changes_neither_the_model_nor_the_generator() -> None:
@@ -205,10 +205,10 @@ def test_bytes_equal_saved_tensors(bf16: bool) -> None:
         words = torch.empty(48, 20, dtype=torch.int64)
         meter.begin(shadow.parameters())
         features = compute(shadow, words)
-        found = meter.most_bytes()
+        most_bytes = meter.most_bytes()
         del features
-    assert found.activations + found.weight_copies == pytest.approx(expected, rel=0.2)
-    assert (found.weight_copies > 0) == bf16
+    assert most_bytes.activations + most_bytes.weight_copies == pytest.approx(expected, rel=0.2)
+    assert (most_bytes.weight_copies > 0) == bf16
 
 
 def test_results_of_operations_equal_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,9 +171,11 @@ def test_masked_term_sums_over_chosen_patches(target: str) -> None:
         [model.masked_head.head(token[at]) for token, at in zip(tokens, found["chosen"], strict=True)]
     )
     if target == "features":
+        taught_tokens = teach().tokens
+        assert taught_tokens is not None
         taught = torch.stack(
-            [token[1:][at] for token, at in zip(teach().tokens, found["chosen"], strict=True)]
-        )  # type: ignore[arg-type]
+            [token[1:][at] for token, at in zip(taught_tokens, found["chosen"], strict=True)]
+        )
         taught = taught - taught.mean(-1, keepdim=True)
         expected = (1 - (F.normalize(predicted, dim=-1) * F.normalize(taught, dim=-1)).sum(-1)).sum()
     elif target == "pixels":

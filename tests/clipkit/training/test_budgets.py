@@ -63,10 +63,10 @@ def test_forward_loss_and_backward() -> None:
             if isinstance(module, nn.LayerNorm):
                 module.register_forward_pre_hook(_to_float32)
         batch = equal_captions(shape, 32)
-        with Operations() as found:
+        with Operations() as operations:
             step.gradients(model, batch, 0)
             parallel.clip_gradients(model, 1.0)
-    assert found.count <= 635 and found.bytes <= 273e6
+    assert operations.count <= 635 and operations.bytes <= 273e6
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_update_of_vit_b_32(name: str, gated: bool, count: int, bytes_per_number
         optimizer.step()  # makes the state
         if gated:
             optimizer.found_inf = found_inf  # type: ignore[attr-defined]
-        with Operations() as found:
+        with Operations() as operations:
             optimizer.step()
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert found.count <= count and found.bytes / numbers <= bytes_per_number
+    assert operations.count <= count and operations.bytes / numbers <= bytes_per_number

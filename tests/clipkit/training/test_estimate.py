@@ -72,11 +72,11 @@ def test_recomputed_blocks_are_measured_as_with_torch(
     every: int, bf16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = meta(ARCHITECTURES[SMALL])
-    plain, found = (measured(model, bf16=bf16, recompute=recompute) for recompute in (0, every))
+    plain, recomputed = (measured(model, bf16=bf16, recompute=recompute) for recompute in (0, every))
     monkeypatch.setattr("clipkit.training.costs.recompute_function", recompute_function)
-    assert found == measured(model, bf16=bf16, recompute=every)
+    assert recomputed == measured(model, bf16=bf16, recompute=every)
     # what is computed again does not count
-    assert found.flops == plain.flops and found.bytes.activations < plain.bytes.activations
+    assert recomputed.flops == plain.flops and recomputed.bytes.activations < plain.bytes.activations
 
 
 def test_frozen_blocks_keep_no_activations() -> None:
@@ -96,7 +96,9 @@ def test_a_new_tower_or_term_needs_no_cost_method() -> None:
     model = meta(ARCHITECTURES[SMALL])
     full, half = (measured(model, bf16=bf16) for bf16 in (False, True))
     matrices = sum(
-        one.numel() for name, one in model.named_parameters() if one.ndim == 2 and "resblocks" in name
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.ndim == 2 and "resblocks" in name
     )
     assert full.flops == half.flops and full.bytes.weight_copies == 0
     assert 2 * matrices <= half.bytes.weight_copies < 2.5 * matrices
@@ -111,28 +113,30 @@ def test_memory_equals_that_of_torch_adamw(model: CLIP, name: str) -> None:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     work = Workload(model=copy, config=Config(batch_size=16, optim=OptimConfig(name=name)), bf16=False)
-    found = memory(work)
+    usage = memory(work)
     numbers = sum(parameter.numel() for parameter in copy.parameters())
     held = sum(
         value.nbytes for state in optimizer.state.values() for value in state.values() if value.numel() > 1
     )
-    assert found.weights == found.gradients == 4 * numbers
-    assert found.optimizer == pytest.approx(held, rel=1e-3)
-    assert found.average == 0
+    assert usage.weights == usage.gradients == 4 * numbers
+    assert usage.optimizer == pytest.approx(held, rel=1e-3)
+    assert usage.average == 0
     assert memory(with_settings(work, optim=OptimConfig(average=0.9))).average == 4 * numbers
-    assert memory(with_settings(work, optim=OptimConfig(name="muon"))).optimizer < found.optimizer
+    assert memory(with_settings(work, optim=OptimConfig(name="muon"))).optimizer < usage.optimizer
 
 
 def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
     work = Workload(model=model, config=Config(batch_size=64), world=4)
     size = 4 * sum(parameter.numel() for parameter in model.parameters())
-    found = communication_of(work)
-    assert (found.weights, found.gradients) == (0, round(2 * size * 3 / 4))
-    assert found.features == 3 / 4 * 4 * (2 * 64 * model.architecture.embed_dim + 4 * 64)
+    traffic = communication_of(work)
+    assert (traffic.weights, traffic.gradients) == (0, round(2 * size * 3 / 4))
+    assert traffic.features == 3 / 4 * 4 * (2 * 64 * model.architecture.embed_dim + 4 * 64)
     assert communication_of(replace(work, world=1)).total == 0
     full = with_settings(work, sharding="full")
     sharded = communication_of(full)
-    assert sharded.gradients == pytest.approx(found.gradients / 2, rel=0.05)  # an all-reduce is two messages
+    assert sharded.gradients == pytest.approx(
+        traffic.gradients / 2, rel=0.05
+    )  # an all-reduce is two messages
     assert sharded.weights > 0.9 * sharded.gradients  # gathered twice in half precision
     assert communication_of(with_settings(full, reshard=False)).weights < sharded.weights
     assert communication_of(replace(with_settings(work, sharding="hybrid"), shard_ranks=4)) == sharded
@@ -148,7 +152,7 @@ def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:
     in_float32 = communication_of(replace(full, bf16=False)).weights - sharded.weights
     assert 3 / 4 * matrices < in_float32 < 1.01 * 3 / 4 * matrices
     model.visual.requires_grad_(False)
-    assert communication_of(work).gradients < found.gradients
+    assert communication_of(work).gradients < traffic.gradients
     model.visual.requires_grad_(True)
 
 
@@ -157,14 +161,14 @@ def test_frozen_tower_has_no_gradients_state_or_activations() -> None:
     work = Workload(model=locked, config=Config(batch_size=64), steps=10)
     whole = estimate(work, 1e12)
     locked.visual.requires_grad_(False)
-    found = estimate(work, 1e12)
-    image = found.parameters["image"]
-    assert found.trained == whole.trained - image
-    assert whole.memory.gradients - found.memory.gradients == 4 * image
-    assert whole.memory.optimizer - found.memory.optimizer == pytest.approx(8 * image, rel=1e-3)
-    assert found.memory.activations is not None and whole.memory.activations is not None
-    assert found.memory.activations < whole.memory.activations
-    assert found.hours is not None and whole.hours is not None and found.hours < whole.hours
+    frozen = estimate(work, 1e12)
+    image = frozen.parameters["image"]
+    assert frozen.trained == whole.trained - image
+    assert whole.memory.gradients - frozen.memory.gradients == 4 * image
+    assert whole.memory.optimizer - frozen.memory.optimizer == pytest.approx(8 * image, rel=1e-3)
+    assert frozen.memory.activations is not None and whole.memory.activations is not None
+    assert frozen.memory.activations < whole.memory.activations
+    assert frozen.hours is not None and whole.hours is not None and frozen.hours < whole.hours
 
 
 def test_sharding_divides_weights_gradients_and_state() -> None:
@@ -195,15 +199,15 @@ def test_loss_memory_is_linear_in_the_batch_size() -> None:
 def test_accumulation_divides_activations_and_hours_depend_on_the_peak() -> None:
     model = meta(ARCHITECTURES["ViT-L-14"])
     work = Workload(model=model, config=Config(batch_size=1024), steps=1000)
-    one, four = estimate(work, 125e12), estimate(with_settings(work, accumulate=4), 250e12)
-    assert one.memory.activations is not None and four.memory.activations is not None
-    assert one.memory.activations == pytest.approx(4 * four.memory.activations, rel=0.02)
-    assert one.hours is not None and four.hours == pytest.approx(one.hours / 2)
+    single, four = estimate(work, 125e12), estimate(with_settings(work, accumulate=4), 250e12)
+    assert single.memory.activations is not None and four.memory.activations is not None
+    assert single.memory.activations == pytest.approx(4 * four.memory.activations, rel=0.02)
+    assert single.hours is not None and four.hours == pytest.approx(single.hours / 2)
     count = flops_of_steps(work)
-    assert count is not None and one.step_flops == count([77] * 1024, 224, [])
-    assert one.hours == pytest.approx(1000 * one.step_flops / 125e12 / 3600)
+    assert count is not None and single.step_flops == count([77] * 1024, 224, [])
+    assert single.hours == pytest.approx(1000 * single.step_flops / 125e12 / 3600)
     two = estimate(replace(work, world=2), 125e12)
-    assert two.hours == pytest.approx(one.hours / 2, rel=1e-3)
+    assert two.hours == pytest.approx(single.hours / 2, rel=1e-3)
 
 
 def test_library_tower_is_measured_unless_it_reads_values() -> None:

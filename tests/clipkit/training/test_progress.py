@@ -211,7 +211,7 @@ def test_facts_of_a_step_may_arrive_after_the_next_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     several = ("data.caption_count=3", "loss.same=ignored")
-    log = open_log(tmp_path, after(0), *several, *QUIET, opening=["first", "second"])
+    log = open_log(tmp_path, after(0), *several, *QUIET, opening=["first", "", "second"])
     log.leave_out()
     for step in range(1, 6):
         log.add_bad_samples(step, [BadSample(shard="a", key=str(step), cause="empty")])

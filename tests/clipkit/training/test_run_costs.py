@@ -61,8 +61,8 @@ L_14 = ("model.name=ViT-L-14", "small.steps=0", "small.image_size=0", "steps=397
 def test_published_hours_agree_at_the_stated_mfu(
     configs: list[Config], gpus: int, hours: float, mfu: float
 ) -> None:
-    found = sum(costs_of(config, gpus, mfu=1.0).estimate.hours or 0 for config in configs)
-    assert round(found / hours, 2) == mfu
+    total_hours = sum(costs_of(config, gpus, mfu=1.0).estimate.hours or 0 for config in configs)
+    assert round(total_hours / hours, 2) == mfu
     assert PUBLISHED_MFU[0] <= mfu <= PUBLISHED_MFU[1]
 
 
@@ -95,8 +95,8 @@ def test_settings_that_fit_are_suggested(config: Config, gpus: int, size: int) -
     for settings in costs.alternatives:
         assert settings in text_of(costs)
         changed = config
-        for one in settings.split():
-            name, _, value = one.partition("=")
+        for setting in settings.split():
+            name, _, value = setting.partition("=")
             changed = replace(changed, **{name: type(getattr(config, name))(value)})
         assert costs_of(changed, gpus, machine).fits is True, settings
 
