@@ -11,6 +11,7 @@ half of it.
 """
 
 import copy
+import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -99,23 +100,40 @@ def _to_meta(value: Any) -> Any:
     return value
 
 
-@cache
-def _flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    # imports triton, if it is installed, which takes 0.4 s
-    from torch.utils.flop_counter import flop_registry
+def _count_product(*inputs: Tensor, result: Tensor, **options: Any) -> int:
+    return 2 * result.numel() * inputs[-1].shape[-2]
 
-    count_attention = flop_registry[_aten._scaled_dot_product_flash_attention]
 
-    def count_attention_backward(
-        gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any
-    ) -> int:
-        return 2 * int(count_attention(q, k, v))
+def _count_convolution(
+    values: Tensor, weight: Tensor, bias: Any, stride: Any, padding: Any, dilation: Any, is_transposed: bool,
+    *rest: Any, result: Tensor,
+) -> int:  # fmt: skip
+    positions = values if is_transposed else result
+    return 2 * positions.numel() * math.prod(weight.shape[1:])
 
-    return {
-        **flop_registry,
-        _aten._scaled_dot_product_flash_attention_for_cpu: count_attention,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward: count_attention_backward,
-    }
+
+def _count_convolution_backward(gradient: Tensor, *inputs: Any, result: Any) -> int:
+    *arguments, needed = inputs
+    gradients = int(needed[0]) + int(needed[1])  # of the values and of the weight
+    return gradients * _count_convolution(*arguments, result=gradient)
+
+
+def _count_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any, result: Any = None, **options: Any) -> int:
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _count_attention_backward(gradient: Tensor, *inputs: Any, result: Any = None, **options: Any) -> int:
+    return 2 * _count_attention(*inputs[:3])
+
+
+# As in torch.utils.flop_counter, which imports triton: 0.5 s at every start of a training.
+_FLOPS: Mapping[Any, Callable[..., int]] = {
+    **dict.fromkeys((_aten.mm, _aten.addmm, _aten.bmm, _aten.baddbmm), _count_product),
+    _aten.convolution: _count_convolution,
+    _aten.convolution_backward: _count_convolution_backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _count_attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _count_attention_backward,
+}
 
 
 def _same(values: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -316,9 +334,9 @@ class Meter(TorchDispatchMode):
         if func is _aten.lift_fresh.default:
             return self._shadow_of(meta_args[0])
         result = _RESULTS.get(func, func)(*meta_args, **meta_kwargs)
-        formula = _flop_formulas().get(func.overloadpacket)
+        formula = _FLOPS.get(func.overloadpacket)
         if formula is not None and not _is_recomputing():
-            self.flops += formula(*meta_args, **meta_kwargs, out_val=result)
+            self.flops += formula(*meta_args, **meta_kwargs, result=result)
         if func is _aten._to_copy.default and _address(meta_args[0]) in self._parameters:
             self._copies[self._count] = _address(meta_args[0]) in self._in_blocks
         written = {

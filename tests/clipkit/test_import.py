@@ -100,8 +100,8 @@ def test_training_imports_only_what_the_first_step_uses(tmp_path: Path) -> None:
     ]  # fmt: skip
     unused = (
         "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
-        "sympy", "timm", "transformers", "open_clip", "wandb", "tensorboard", "matplotlib", "sklearn", "pyarrow",
-        "webdataset",
+        "sympy", "triton", "timm", "transformers", "open_clip", "wandb", "tensorboard", "matplotlib", "sklearn",
+        "pyarrow", "webdataset",
     )  # fmt: skip
     code = (
         "import os, runpy, sys\n"

@@ -143,6 +143,53 @@ def test_locked_parameters_have_no_backward_flops() -> None:
     assert image_flops(model) == counted(lambda: model.encode_image(torch.randn(2, 3, 16, 16)), 2)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    sizes=st.tuples(*[st.integers(1, 5)] * 3), groups=st.integers(1, 3), stride=st.integers(1, 2),
+    is_transposed=st.booleans(),
+)  # fmt: skip
+def test_flops_of_operations_equal_those_of_torch(
+    sizes: tuple[int, int, int], groups: int, stride: int, is_transposed: bool
+) -> None:
+    rows, inner, columns = sizes
+
+    def compute(groups: int) -> Tensor:
+        a, b = torch.ones(rows, inner), torch.ones(inner, columns)
+        products = [a @ b, torch.addmm(torch.ones(columns), a, b)]
+        products += [
+            torch.bmm(a[None], b[None]),
+            torch.baddbmm(torch.ones(1, rows, columns), a[None], b[None]),
+        ]
+        inputs, outputs = groups * inner, groups * columns
+        values = torch.ones(rows, inputs, 9, 8, requires_grad=True)
+        if is_transposed:
+            weight = torch.ones(inputs, columns, 3, 2, requires_grad=True)
+            convolved = nn.functional.conv_transpose2d(values, weight, stride=stride, groups=groups)
+        else:
+            weight = torch.ones(outputs, inner, 3, 2, requires_grad=True)
+            convolved = nn.functional.conv2d(values, weight, stride=stride, padding=1, groups=groups)
+        return convolved.sum() + sum(product.sum() for product in products)
+
+    def count(groups: int, backward: bool) -> tuple[int, int]:
+        with measuring() as meter:
+            total = compute(groups)
+            if backward:
+                total.backward()
+        with FlopCounterMode(display=False) as counter:
+            total = compute(groups)
+            if backward:
+                total.backward()
+        return meter.flops, counter.get_total_flops()
+
+    forward, expected = count(groups, backward=False)
+    assert forward == expected
+    both, expected = count(1, backward=True)
+    assert both == expected
+    # torch counts the gradients of grouped weights as if there were one group
+    gradients = both - count(1, backward=False)[0]
+    assert count(groups, backward=True)[0] - forward == groups * gradients
+
+
 def test_bag_of_words_costs_its_projection() -> None:
     model = meta(replace(ARCHITECTURES["ViT-Ti-4-16"], text=BagOfWords(width=32)))
     for length in (5, 50):

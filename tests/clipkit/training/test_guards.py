@@ -126,7 +126,9 @@ def test_message_reports_the_nonfinite_value(tmp_path: Path) -> None:
             totals={"faults": 0}, loss=loss, norm=norm, is_finite=False, is_spike=False, usual_norm=1.0,
             ids=torch.arange(2),
         )  # fmt: skip
-        return str(diagnose_failed_step(config, outcome, "", step=4, names=lambda ids: [NAMES[i] for i in ids]))
+        return str(
+            diagnose_failed_step(config, outcome, "", step=4, names=lambda ids: [NAMES[i] for i in ids])
+        )
 
     assert message(torch.nan, 1.0).startswith("the loss of step 5 is nan; step 4 is saved")
     assert message(torch.nan, torch.nan).startswith("the loss of step 5 is nan")
