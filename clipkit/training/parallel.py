@@ -421,9 +421,8 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
     Blocks of a tower are alike: compiling one function for all of them is much faster than one long graph, and
     leaves names, hooks, DDP, FSDP and recomputation unchanged. Image blocks are compiled for each shape that
     occurs, of which there are few; text blocks for any number of texts and tokens, packed or padded. In evaluation
-    mode, where batches have many sizes, blocks run uncompiled. With ``lock.unfreeze_every`` blocks below, at and
-    above the lowest trained one have code of their own, which is compiled when layers are unfrozen, at most three
-    times.
+    mode, where batches have many sizes, blocks run uncompiled. With ``lock.unfreeze_every``, blocks below, at and
+    above the lowest trained one have code of their own, so up to three steps that unfreeze a layer compile again.
 
     From inside to outside a block may be compiled, recomputed (``recompute_blocks``) and sharded, in any order of
     calls: the block's ``forward`` calls the compiled code and recomputes, and FSDP's hooks run around ``forward``.
