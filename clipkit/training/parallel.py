@@ -363,6 +363,11 @@ def ranks_of_replica(tensors: Iterable[Tensor]) -> list[int] | None:
     return None
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Return whether each rank holds some of the rows."""
+    return is_sharded(tensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def gather_stack(like: Tensor, stack: Tensor) -> Tensor:
     """Gather (N, a, …), the local parts of N tensors that are all sharded as ``like`` (A, …), to (N, A, …)."""
     if not is_sharded(like):
