@@ -2,8 +2,8 @@
 
 The state is copied first (on a GPU while the next step is computed), then a thread writes it to a temporary folder,
 syncs and renames it, and updates LATEST: a process that is killed leaves the previous checkpoint intact. Rank 0
-writes replicated models. The ranks that together hold a sharded model once write their shards to the shared folder,
-and rank 0 joins them into the same files, so checkpoints do not depend on the number of ranks.
+writes replicated models. The ranks that together hold a sharded model once write their rows to the shared folder,
+and rank 0 joins them into the same files, one after another: checkpoints do not depend on the number of ranks.
 """
 
 import json
@@ -18,13 +18,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.optim import Optimizer
 
 from clipkit.config import Config, format_value, list_changes, load_config, to_toml
-from clipkit.distributed import background_group, barrier, broadcast_bytes, rank, sum_over_ranks
+from clipkit.distributed import (
+    background_group,
+    barrier,
+    broadcast_bytes,
+    rank,
+    sum_over_ranks,
+)
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.writing import FileLock, sync_to_disk, write_atomic
 from clipkit.formats.checkpoint import (
@@ -51,7 +58,7 @@ from clipkit.samples.traits import TraitCounts, Traits
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import describe_bad_weights, find_first_not_finite
 from clipkit.training.optim import expected_state
-from clipkit.training.parallel import put, ranks_of_replica, zeros_of
+from clipkit.training.parallel import is_divided, local_part, put, ranks_of_replica, zeros_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -414,16 +421,26 @@ class CheckpointWriter:
                 self._has_group = True
             if self._group is None:
                 self._saved = state.step
-            else:
-                self._begin_shards(files, temporary, folder)
-            return
-        staged = self._staging().stage(files)
+                return
+        staged = self._staging().stage({name: self._rows(tensors) for name, tensors in files.items()})
         self._copied = staged if isinstance(staged, Future) else None
 
         def write() -> None:
-            for name, content in (staged.result() if isinstance(staged, Future) else staged).items():
-                save_file(content, temporary / name)
-            self._commit(temporary, folder)
+            contents = staged.result() if isinstance(staged, Future) else staged
+            if holders is None:
+                for name, tensors in contents.items():
+                    save_file(tensors, temporary / name)
+                self._commit(temporary, folder)
+                return
+            assert self._group is not None
+            with _all_succeed(self._group):
+                for name, tensors in contents.items():
+                    save_file(tensors, temporary / f"{rank()}.{name}")
+            with _all_succeed(self._group):
+                if rank() == 0:
+                    for name in contents:
+                        _join_rows([temporary / f"{holder}.{name}" for holder in holders], temporary / name)
+                    self._commit(temporary, folder)
 
         self._written = self._thread.submit(write)
 
@@ -439,11 +456,9 @@ class CheckpointWriter:
         self._copied = None
         if written is None:
             return
-        from torch.distributed.checkpoint.api import CheckpointException
-
         try:
             written.result()
-        except (OSError, SafetensorError, CheckpointException) as error:
+        except (OSError, SafetensorError) as error:
             raise self._failed(error) from error
         finally:
             if self._stager is not None:
@@ -467,47 +482,11 @@ class CheckpointWriter:
     def _temporary(self) -> Path:
         return self._root / f".step_{self._step:08d}.partial"
 
-    def _begin_shards(self, files: Files, temporary: Path, folder: Path) -> None:
-        from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        names = [name for name in files if files[name]]  # an optimizer that made no update has no state
-        tensors = {name: tensor for content in files.values() for name, tensor in content.items()}
-        # scalars are copied: they are written after training has continued
-        scalars = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items() if not tensor.ndim}
-        response = async_save(
-            tensors,
-            storage_writer=HuggingFaceStorageWriter(
-                str(temporary),
-                {tensor: i for i, name in enumerate(names, 1) for tensor in files[name]},
-                save_distributed=True,
-                enable_consolidation=True,
-                thread_count_consolidation=len(names),
-            ),
-            # rank 0 divides the work in Python, which takes long for many ranks, and does it again only for other
-            # tensors than last time
-            planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True, enable_plan_caching=True),
-            process_group=self._group,
-            async_stager=self._staging(),
-        )
-        uploaded = response if isinstance(response, Future) else response.upload_completion
-        self._copied = None if isinstance(response, Future) else response.staging_completion
-
-        def write() -> None:
-            uploaded.result()
-            if rank() == 0:
-                for i, name in enumerate(names, 1):
-                    joined = temporary / f"model-{i:05d}-of-{len(names):05d}.safetensors"
-                    _fill_in_scalars(joined, scalars)
-                    joined.rename(temporary / name)
-                for name in files.keys() - names:
-                    save_file({}, temporary / name)
-                shutil.rmtree(temporary / "sharded")
-                (temporary / "model.safetensors.index.json").unlink(missing_ok=True)
-                self._commit(temporary, folder)
-
-        self._written = self._thread.submit(write)
+    def _rows(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's rows of divided tensors, and on rank 0 the others."""
+        return {
+            name: local_part(tensor) for name, tensor in tensors.items() if rank() == 0 or is_divided(tensor)
+        }
 
     def _staging(self) -> "DefaultStager":
         # imported by the first checkpoint, not before the first step: it takes half as long as importing torch
@@ -548,27 +527,37 @@ class CheckpointWriter:
                 shutil.rmtree(removed, ignore_errors=True)
 
     def _failed(self, error: BaseException) -> CheckpointError:
-        from torch.distributed.checkpoint.api import CheckpointException
-
         shutil.rmtree(self._temporary(), ignore_errors=True)
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):  # one cause for each rank that failed
-            causes = (failure[0] for failure in error.failures.values())
-            cause = next((reason for reason in causes if isinstance(reason, BaseException)), error)
-        return CheckpointError(f"the checkpoint of step {self._step} was not written: {cause}")
+        return CheckpointError(f"the checkpoint of step {self._step} was not written: {error}")
 
 
-def _fill_in_scalars(path: Path, scalars: Mapping[str, Tensor]) -> None:
-    """Fill in a file's scalars: torch (2.15) joins shards with zeros in their place."""
-    with path.open("r+b") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(header_length))
-        for name in scalars.keys() & header.keys():
-            start, end = header[name]["data_offsets"]
-            content = scalars[name].contiguous().view(1).view(torch.uint8).numpy().tobytes()
-            assert header[name]["shape"] == [] and end - start == len(content), name
-            file.seek(8 + header_length + start)
-            file.write(content)
+@contextmanager
+def _all_succeed(group: "ProcessGroup") -> Iterator[None]:
+    """Wait until all ranks of a group have left the block; raise the error of one of them on all."""
+    error = ""
+    try:
+        yield
+    except (OSError, SafetensorError) as caught:
+        error = str(caught)
+    errors = [error] * dist.get_world_size(group)
+    dist.all_gather_object(errors, error, group=group)
+    if first := next(filter(None, errors), ""):
+        raise OSError(first)
+
+
+def _join_rows(parts: list[Path], path: Path) -> None:
+    """Join files with the rows of tensors, in the order of rows; the first file has the undivided tensors too.
+
+    The host needs memory for the joined file.
+    """
+    contents = [load_file(part) for part in parts]
+    joined = {}
+    for name, tensor in contents[0].items():
+        rows = [content[name] for content in contents if name in content]
+        joined[name] = tensor if len(rows) == 1 else torch.cat(rows)
+    save_file(joined, path)
+    for part in parts:
+        part.unlink()
 
 
 def save_checkpoint(

@@ -363,6 +363,11 @@ def ranks_of_replica(tensors: Iterable[Tensor]) -> list[int] | None:
     return None
 
 
+def is_divided(tensor: Tensor) -> bool:
+    """Return whether each rank holds some of the rows."""
+    return is_sharded(tensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def gather_stack(like: Tensor, stack: Tensor) -> Tensor:
     """Gather (N, a, …), the local parts of N tensors that are all sharded as ``like`` (A, …), to (N, A, …)."""
     if not is_sharded(like):
@@ -421,9 +426,8 @@ def compile_blocks(model: CLIP, *, backend: str = "inductor") -> None:
     Blocks of a tower are alike: compiling one function for all of them is much faster than one long graph, and
     leaves names, hooks, DDP, FSDP and recomputation unchanged. Image blocks are compiled for each shape that
     occurs, of which there are few; text blocks for any number of texts and tokens, packed or padded. In evaluation
-    mode, where batches have many sizes, blocks run uncompiled. With ``lock.unfreeze_every`` blocks below, at and
-    above the lowest trained one have code of their own, which is compiled when layers are unfrozen, at most three
-    times.
+    mode, where batches have many sizes, blocks run uncompiled. With ``lock.unfreeze_every``, blocks below, at and
+    above the lowest trained one have code of their own, so up to three steps that unfreeze a layer compile again.
 
     From inside to outside a block may be compiled, recomputed (``recompute_blocks``) and sharded, in any order of
     calls: the block's ``forward`` calls the compiled code and recomputes, and FSDP's hooks run around ``forward``.
