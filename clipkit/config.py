@@ -1274,7 +1274,8 @@ def settings_reference(prefix: str = "") -> list[str]:
             if entry.name == prefix or (name_prefix + entry.name).startswith(prefix)
         ]
         if chosen and section:
-            heading = f"[{section}] {' '.join((kinds[section].__doc__ or '').split())}"
+            summary = " ".join((kinds[section].__doc__ or "").replace("``", "").split())
+            heading = f"[{section}] {summary}"
             lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)]
         for entry in chosen:
             lines += ["", f"{name_prefix}{entry.name} = {_format_literal(entry.default)}"]

@@ -64,8 +64,8 @@ decoding settings.
   python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
 TOKENIZER_TEXT = f"""\
-Train a byte-level BPE tokenizer on the captions of shards, for any languages. A
-small vocabulary saves memory and time of a small model.
+The tokenizer is a byte-level BPE, which encodes any language. A small
+vocabulary saves memory and time of a small model.
 
 {SOURCES}
 
@@ -73,7 +73,7 @@ small vocabulary saves memory and time of a small model.
   python train.py CONFIG model.tokenizer=tokenizer
 """
 PALETTE_TEXT = f"""\
-Choose a palette by k-means over pixels of the images, for Image GPT.
+The colors are found by k-means over pixels of the images.
 
 {SOURCES}
 
@@ -341,7 +341,7 @@ class SpeedOptions(ImageOptions, SourcesOptions):
 class TokenizerOptions(CaptionOptions, SourcesOptions):
     """Train a tokenizer on captions, for model.tokenizer."""
 
-    out: Path = setting(REQUIRED, "the folder to create")
+    out: Path = setting(REQUIRED, "the folder to create", metavar="FOLDER")
     vocab: int = setting(8192, "number of tokens", integers(258, 1_000_000))
     filters: tuple[str, ...] = setting(
         (), "use only samples that pass a filter such as 'lang = de' (as data.filters)"
@@ -355,7 +355,7 @@ class PaletteOptions(ImageOptions, SourcesOptions):
 
     out: Path = setting(REQUIRED, "the .safetensors file to write")
     colors: int = setting(512, "number of colors", integers(2, 4096))
-    images: int = setting(2000, "images to look at", integers(1, 1_000_000))
+    images: int = setting(2000, "number of images to read", integers(1, 1_000_000))
     cache_gb: float = _cache_setting(100.0, "reads them over the network")
 
 
@@ -428,7 +428,7 @@ COMMANDS = {
     ),
     "score": Command(
         description=SCORE_TEXT,
-        usage="python -m data score [OPTIONS] --model M SOURCE [SOURCE ...]",
+        usage="python -m data score [OPTIONS] --model MODEL SOURCE [SOURCE ...]",
         options=ScoreOptions,
         run="data.scores.command:run_score",
         extra="score",
