@@ -1012,7 +1012,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}") from error
+        hint = "" if path.suffix else "; settings are written key=value"
+        raise ConfigError(f"config {path}: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or numbers with too many digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     _apply_overrides(values, overrides)
