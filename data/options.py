@@ -78,8 +78,9 @@ The colors are found by k-means over pixels of the images.
 {SOURCES}
 
   python -m data palette glyphs --colors 16 --out palette.safetensors
-  python train.py CONFIG model.image=pixels:Ti model.image_options='{{"colors": 16}}' \\
-    model.image_weights=palette.safetensors image_gpt.weight=1 loss.name=none
+  python train.py CONFIG model.image=pixels:Ti loss.name=none \\
+    image_gpt.weight=1 model.image_weights=palette.safetensors \\
+    model.image_options='{{"colors": 16}}'
 """
 PACK_TEXT = """\
 The first line of the table names its columns, or has the path of an image;
@@ -226,9 +227,10 @@ class DownloadOptions(StoredOptions):
     url_column: str | None = setting(None, "column with the URLs", default_text="guessed")
     resize: str = setting(
         "keep_ratio",
-        "as in img2dataset: resize the shorter or the longer side to --image-size, crop a square, add a white "
-        "border, or keep the size",
+        "as in img2dataset: resize the shorter (keep_ratio) or the longer side (keep_ratio_largest) to "
+        "--image-size, crop a square (center_crop), add a white border (border), or keep the size (no)",
         one_of("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"),
+        metavar="MODE",
     )
     image_size: int = setting(256, "target size", integers(1, 100_000), metavar="PIXELS")
     enlarge: bool = setting(False, "also enlarge smaller images")
@@ -421,7 +423,7 @@ COMMANDS = {
     ),
     "inspect": Command(
         description=INSPECT_TEXT,
-        usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
+        usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [KEY=VALUE ...]",
         options=InspectOptions,
         run="data.inspect.report:run_inspect",
         stopped="nothing was written",
@@ -436,7 +438,7 @@ COMMANDS = {
     ),
     "speed": Command(
         description=SPEED_TEXT,
-        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
+        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [KEY=VALUE ...]",
         options=SpeedOptions,
         run="data.inspect.speed:run_speed",
         stopped="nothing was written",
