@@ -158,7 +158,7 @@ def group(options: type[T], title: str, text: str = "") -> T:
 def add_options(parser: argparse._ActionsContainer, options: type, *, without: Collection[str] = ()) -> None:
     """Add the fields of a dataclass to a parser, except those named in ``without`` and those without a text.
 
-    Required options come first, then those of the class itself before those of its base classes.
+    Required options come first, then the others of the class itself before those of its base classes.
     """
     types_by_name = typing.get_type_hints(options)
     depths: dict[str, int] = {}
@@ -167,7 +167,7 @@ def add_options(parser: argparse._ActionsContainer, options: type, *, without: C
             depths.setdefault(name, i)
 
     def order(declared: Field[Any]) -> tuple[bool, int]:
-        return not _is_required(declared), depths[declared.name]
+        return (False, 0) if _is_required(declared) else (True, depths[declared.name])
 
     for declared in sorted(fields(options), key=order):
         if declared.name in without or "text" not in declared.metadata:

@@ -1012,7 +1012,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
-        raise ConfigError(f"config {path}: {error.strerror}") from error
+        hint = "" if path.suffix else "; settings are written key=value"
+        raise ConfigError(f"config {path}: {error.strerror}{hint}") from error
     except (ValueError, RecursionError) as error:  # invalid TOML or UTF-8, or numbers with too many digits
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     _apply_overrides(values, overrides)
@@ -1274,7 +1275,8 @@ def settings_reference(prefix: str = "") -> list[str]:
             if entry.name == prefix or (name_prefix + entry.name).startswith(prefix)
         ]
         if chosen and section:
-            heading = f"[{section}] {' '.join((kinds[section].__doc__ or '').split())}"
+            summary = " ".join((kinds[section].__doc__ or "").replace("``", "").split())
+            heading = f"[{section}] {summary}"
             lines += ["", *textwrap.wrap(heading, _WIDTH, break_long_words=False)]
         for entry in chosen:
             lines += ["", f"{name_prefix}{entry.name} = {_format_literal(entry.default)}"]

@@ -33,7 +33,7 @@ EXPORT_TARGETS = ("open_clip", "transformers", "sentence-transformers", "timm", 
 _EMBEDDINGS = "a folder that clipkit encode wrote"
 _DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 _MOST = 1_000_000
-_EXACT = "compare all rows, although the folder has an index"
+_EXACT = "compare all rows, even if the folder has an index"
 SOURCES = """\
 SOURCE is
   a folder        all images below it, and the shards directly in it
@@ -95,7 +95,7 @@ class EncodeOptions(SourceOptions):
         metavar="ADDRESS",
         default_text="in this process",
     )
-    quiet: bool = setting(False, "no progress bar")
+    quiet: bool = setting(False, "print no progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,8 +160,8 @@ class CompleteOptions(LoadOptions):
     """Complete an image with Image GPT."""
 
     image: Path = setting(REQUIRED, "an image file", positional=True)
-    keep: float = setting(0.5, "upper part of the image that is given", numbers(0, 1))
-    samples: int = setting(6, "completions", integers(1, 100))
+    keep: float = setting(0.5, "fraction of the image that is given, from the top", numbers(0, 1))
+    samples: int = setting(6, "number of completions", integers(1, 100))
     temperature: float = setting(1.0, "divides the logits; below 1 prefers likely colors", numbers(0.01, 100))
     seed: int = setting(0, "random seed", integers(0, MOST_SEED))
     out: Path = setting(REQUIRED, "the .png file to write")
@@ -174,8 +174,8 @@ class SearchOptions(DeviceOptions, NameOptions):
     embeddings: Path = setting(REQUIRED, _EMBEDDINGS, metavar="EMBEDDINGS", positional=True)
     text: str = setting("", "what to search for", metavar="TEXT", positional=True)
     image: tuple[Path, ...] = setting((), "an image to search for")
-    unwanted: tuple[str, ...] = setting((), "what is not wanted", flag="--not", metavar="TEXT")
-    k: int = setting(20, "results", integers(1, 100_000), flag="-k")
+    unwanted: tuple[str, ...] = setting((), "what images should not show", flag="--not", metavar="TEXT")
+    k: int = setting(20, "number of results", integers(1, 100_000), flag="-k")
     html: Path | None = setting(None, "write a page with thumbnails instead of printing")
     exact: bool = setting(False, _EXACT)
     model: str = setting("", MODEL, default_text="that of the embeddings")
@@ -186,7 +186,7 @@ class IndexOptions:
     """Index embeddings, to search millions in milliseconds."""
 
     embeddings: Path = setting(REQUIRED, _EMBEDDINGS, metavar="EMBEDDINGS", positional=True)
-    quiet: bool = setting(False, "no progress")
+    quiet: bool = setting(False, "print no progress")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +236,7 @@ class InterpolateOptions(NameOptions):
 
     first: str = setting(REQUIRED, f"{MODEL}, such as the model before fine-tuning", positional=True)
     second: str = setting(REQUIRED, "the same model after further training", positional=True)
-    more: tuple[str, ...] = setting((), "further ones: the mean of all is written", positional=True)
+    more: tuple[str, ...] = setting((), "further models; the mean of all weights is written", positional=True)
     out: Path = setting(REQUIRED, "output folder", metavar="DIR")
     alpha: tuple[float, ...] = setting(
         (),
@@ -332,7 +332,7 @@ FILE shows the image in the model's palette, its given part, and samples.
     "search": Command(
         epilog="""\
 The text and the images are combined to the mean of their embeddings; half the
-mean of what is not wanted is subtracted. All rows are compared, unless
+mean of those of --not is subtracted. All rows are compared, unless
 `clipkit index` has indexed them.
 
   clipkit encode photos/ --model runs/pets --out embeddings

@@ -64,8 +64,8 @@ decoding settings.
   python -m data speed pairs data.crop_scale=0.4 data.color_jitter=0.4
 """
 TOKENIZER_TEXT = f"""\
-Train a byte-level BPE tokenizer on the captions of shards, for any languages. A
-small vocabulary saves memory and time of a small model.
+The tokenizer is a byte-level BPE, which encodes any language. A small
+vocabulary saves memory and time of a small model.
 
 {SOURCES}
 
@@ -73,13 +73,14 @@ small vocabulary saves memory and time of a small model.
   python train.py CONFIG model.tokenizer=tokenizer
 """
 PALETTE_TEXT = f"""\
-Choose a palette by k-means over pixels of the images, for Image GPT.
+The colors are found by k-means over pixels of the images.
 
 {SOURCES}
 
   python -m data palette glyphs --colors 16 --out palette.safetensors
-  python train.py CONFIG model.image=pixels:Ti model.image_options='{{"colors": 16}}' \\
-    model.image_weights=palette.safetensors image_gpt.weight=1 loss.name=none
+  python train.py CONFIG model.image=pixels:Ti loss.name=none \\
+    image_gpt.weight=1 model.image_weights=palette.safetensors \\
+    model.image_options='{{"colors": 16}}'
 """
 PACK_TEXT = """\
 The first line of the table names its columns, or has the path of an image;
@@ -226,9 +227,10 @@ class DownloadOptions(StoredOptions):
     url_column: str | None = setting(None, "column with the URLs", default_text="guessed")
     resize: str = setting(
         "keep_ratio",
-        "as in img2dataset: resize the shorter or the longer side to --image-size, crop a square, add a white "
-        "border, or keep the size",
+        "as in img2dataset: resize the shorter (keep_ratio) or the longer side (keep_ratio_largest) to "
+        "--image-size, crop a square (center_crop), add a white border (border), or keep the size (no)",
         one_of("keep_ratio", "keep_ratio_largest", "center_crop", "border", "no"),
+        metavar="MODE",
     )
     image_size: int = setting(256, "target size", integers(1, 100_000), metavar="PIXELS")
     enlarge: bool = setting(False, "also enlarge smaller images")
@@ -341,7 +343,7 @@ class SpeedOptions(ImageOptions, SourcesOptions):
 class TokenizerOptions(CaptionOptions, SourcesOptions):
     """Train a tokenizer on captions, for model.tokenizer."""
 
-    out: Path = setting(REQUIRED, "the folder to create")
+    out: Path = setting(REQUIRED, "the folder to create", metavar="FOLDER")
     vocab: int = setting(8192, "number of tokens", integers(258, 1_000_000))
     filters: tuple[str, ...] = setting(
         (), "use only samples that pass a filter such as 'lang = de' (as data.filters)"
@@ -355,7 +357,7 @@ class PaletteOptions(ImageOptions, SourcesOptions):
 
     out: Path = setting(REQUIRED, "the .safetensors file to write")
     colors: int = setting(512, "number of colors", integers(2, 4096))
-    images: int = setting(2000, "images to look at", integers(1, 1_000_000))
+    images: int = setting(2000, "number of images to read", integers(1, 1_000_000))
     cache_gb: float = _cache_setting(100.0, "reads them over the network")
 
 
@@ -421,14 +423,14 @@ COMMANDS = {
     ),
     "inspect": Command(
         description=INSPECT_TEXT,
-        usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
+        usage="python -m data inspect [OPTIONS] SOURCE [SOURCE ...] [KEY=VALUE ...]",
         options=InspectOptions,
         run="data.inspect.report:run_inspect",
         stopped="nothing was written",
     ),
     "score": Command(
         description=SCORE_TEXT,
-        usage="python -m data score [OPTIONS] --model M SOURCE [SOURCE ...]",
+        usage="python -m data score [OPTIONS] --model MODEL SOURCE [SOURCE ...]",
         options=ScoreOptions,
         run="data.scores.command:run_score",
         extra="score",
@@ -436,7 +438,7 @@ COMMANDS = {
     ),
     "speed": Command(
         description=SPEED_TEXT,
-        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [data.SETTING=VALUE ...]",
+        usage="python -m data speed [OPTIONS] SOURCE [SOURCE ...] [KEY=VALUE ...]",
         options=SpeedOptions,
         run="data.inspect.speed:run_speed",
         stopped="nothing was written",

@@ -92,7 +92,7 @@ class VerifyOptions(ScoringOptions):
 class SoupOptions(DeviceOptions, NameOptions):
     """Average the weights of those models that do not lower the score on a dataset (greedy soup)."""
 
-    model: tuple[str, ...] = setting(REQUIRED, f"{_MODEL}; given twice or more")
+    model: tuple[str, ...] = setting(REQUIRED, f"{_MODEL}; two or more models")
     data: tuple[str, ...] = setting(
         REQUIRED,
         "dataset name, folder or URL, or folder of images by class; several are averaged",
@@ -124,9 +124,9 @@ class ReportOptions:
         "the page",
         default_text="RUN/report.html for one run, else scores.html next to the first results file",
     )
-    csv: Path | None = setting(None, "also write the results table to FILE; - prints it")
-    latex: Path | None = setting(None, "also write the results table to FILE; - prints it")
-    markdown: Path | None = setting(None, "also write the results table to FILE; - prints it")
+    csv: Path | None = setting(None, "also write the results table as CSV; - prints it")
+    latex: Path | None = setting(None, "also write the results table as LaTeX; - prints it")
+    markdown: Path | None = setting(None, "also write the results table as Markdown; - prints it")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class CompareOptions:
 class InternalsOptions(DecodingOptions, DeviceOptions, NameOptions):
     """Build a page that analyzes an image tower: filters, attention, similarity of layers."""
 
-    model: tuple[str, ...] = setting(REQUIRED, f"{_MODEL}, or timm:NAME; twice to compare")
+    model: tuple[str, ...] = setting(REQUIRED, f"{_MODEL}, or timm:NAME; two models are compared")
     data: str = setting(REQUIRED, "dataset name, folder or URL", metavar="NAME|FOLDER")
     data_root: str | None = setting(None, "folder or store with datasets by name", metavar="FOLDER")
     images: int = setting(128, "number of images, evenly spaced in the dataset", integers(4, 10_000))

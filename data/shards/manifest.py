@@ -155,10 +155,13 @@ def reject_unknown_captions(
 
     examined = _examine(opened, rule, cache, has_caption)
     if examined is not None:
+        settings = examined.settings
+        if TEXT in examined.members and not examined.texts:
+            settings = {**settings, "captions": TEXT}
         raise DataError(
             f"none of {examined.samples:,} samples examined has a caption in {join_names(rule.fields)} "
             f"(data.captions or --captions); members: {list_members(examined.members)}; json fields with text: "
-            f"{join_names(examined.texts) or 'none'}{_write_settings(examined.settings)}"
+            f"{join_names(examined.texts) or 'none'}{_write_settings(settings)}"
         )
 
 

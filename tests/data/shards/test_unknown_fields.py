@@ -97,7 +97,10 @@ def test_caption_field_without_json_suggests_caption_files(shards: int, choice: 
     assert said.startswith(
         f"none of {looked} samples examined has a caption in alt (data.captions or --captions); "
     )
-    assert f"txt ({looked})" in said and said.endswith("json fields with text: none")
+    assert f"txt ({looked})" in said
+    assert said.endswith(
+        "json fields with text: none: set data.captions=txt (training) or --captions txt (commands)"
+    )
 
 
 def test_fields_without_text_and_hostile_names_are_reported(tmp_path: Path) -> None:
