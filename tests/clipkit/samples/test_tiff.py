@@ -107,7 +107,10 @@ def test_invalid_orientation_is_ignored(orientation: int, caplog: pytest.LogCapt
 
 
 def test_libraries_print_nothing_about_each_image(tmp_path: Path) -> None:
-    files = {"bands": np.zeros((6, 9, 12), np.uint16), "orientation": np.zeros((6, 9, 5), np.uint8)}
+    files: dict[str, Any] = {
+        "bands": np.zeros((6, 9, 12), np.uint16),
+        "orientation": np.zeros((6, 9, 5), np.uint8),
+    }
     tag = (274, "H", 1, 9, True)
     for name, values in files.items():
         path = tmp_path / f"{name}.tif"
