@@ -16,6 +16,7 @@ Letters: C channels, H height, W width.
 """
 
 import io
+import logging
 import re
 import struct
 import warnings
@@ -194,9 +195,10 @@ def read_beyond_pillow(content: "bytes | Image | Bands", rule: Decoding) -> Band
     if not isinstance(content, bytes):
         return content if isinstance(content, Bands) else None
     name = image_format(content)
-    if name == "TIFF" and rule.channels == 3 and not _is_beyond_pillow(content, rule):
-        return None
-    return read_bands(content, name, channels=rule.channels)
+    with _silence:
+        if name == "TIFF" and rule.channels == 3 and not _is_beyond_pillow(content, rule):
+            return None
+        return read_bands(content, name, channels=rule.channels)
 
 
 def _is_beyond_pillow(tiff: bytes, rule: Decoding) -> bool:
@@ -417,6 +419,12 @@ def pillow_errors() -> Iterator[None]:
             raise DataError(f"image does not decode: {' '.join(str(error).split())}") from error
 
 
+@cache
+def _quiet_pillow() -> None:
+    # otherwise it prints what is unusual in a TIFF, for each image
+    logging.getLogger("PIL").setLevel(logging.CRITICAL)
+
+
 class _Silence:
     """Suppress the libraries' warnings; concurrent threads share one change of Python's warning filters."""
 
@@ -425,6 +433,7 @@ class _Silence:
         self._inside = 0
 
     def __enter__(self) -> None:
+        _quiet_pillow()
         with self._lock:
             if self._inside == 0:
                 self._filters = warnings.catch_warnings()

@@ -178,13 +178,14 @@ def register_heif() -> None:
 
 
 def _import_extra(module: str, name: str) -> Any:
-    # the libraries log what is unusual in a file, for each image
-    logging.getLogger(module).setLevel(logging.CRITICAL)
     try:
-        return import_module(module)
+        library = import_module(module)
     except ImportError as error:
         package = module.replace("_", "-")
         raise DataError(f"{name} images need {package}: pip install -e '.[formats]'") from error
+    # otherwise it prints what is unusual in a file, for each image
+    logging.getLogger(module).setLevel(logging.CRITICAL)
+    return library
 
 
 def _read_dicom(data: bytes) -> Bands:

@@ -175,7 +175,10 @@ def _field_rows(findings: Findings) -> list[Row]:
         part = ""
         if field.count != fields.read:
             part = f", in {_percent(field.count, fields.read)}"
-        rows.append(Row(printable(field.name, 60), [f"{field.kind}{part}: {printable(field.values, 160)}"]))
+        line = f"{field.kind}{part}"
+        if field.values:
+            line += f": {printable(field.values, 160)}"
+        rows.append(Row(printable(field.name, 60), [line]))
     return rows
 
 

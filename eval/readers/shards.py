@@ -106,11 +106,14 @@ def open_published(
     """Bind labels, captions and metadata to the samples of one split of a published dataset.
 
     Args:
-        place: the dataset, a local folder or URL. A local folder may be a single split's; then the files in its
-            parent describe the dataset.
+        place: the dataset, a local folder or URL, or one of its tars. A local folder may be a single split's; then
+            the files in its parent describe the dataset.
         metadata_names: names of all columns of each sample's ``npy``.
         members: where images and captions are.
     """
+    is_part = is_file(place, (".tar",))
+    if is_part:
+        place = place.parent if isinstance(place, Path) else place.rpartition("/")[0]
     root, split_in_card = _find_description(place, split)
     card = read_json_file(join_place(root, "card.json"), _SetCard) or _SetCard()
     kind = (*read_lines(join_place(root, "dataset_type.txt")), "")[0].lower()
@@ -119,7 +122,8 @@ def open_published(
     class_names = tuple(read_lines(join_place(root, "classnames.txt")))
 
     shards = _Published(name, samples, members)
-    shards.check_images(split_in_card, stated=card.samples.get(split_in_card))
+    stated = None if is_part else card.samples.get(split_in_card)
+    shards.check_images(split_in_card, stated=stated)
     images = SampleImages(samples, samples.files, member=shards.image)
     multilabel = kind == "multilabel"
     annotations = shards.read_annotations(arrays=multilabel or bool(metadata_names))
@@ -454,14 +458,18 @@ def _is_dataset(address: str) -> bool:
         return False
 
 
+def is_file(place: str | Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a place is a single file by its name."""
+    return str(place).partition("?")[0].endswith(suffixes) and not Path(place).is_dir()
+
+
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
     """Return the files of a split of a dataset, or the file that is named.
 
     Files whose names state no split are the test split.
     """
     stated = ""
-    is_file = str(place).partition("?")[0].endswith(suffixes) and not Path(place).is_dir()
-    if is_file:
+    if is_file(place, suffixes):
         files = describe_files([str(place)])
     else:
         try:
@@ -474,7 +482,9 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
             f"dataset {name} has no split {split!r}: all of {redact_url(str(place))} is for testing"
         )
     stems = {file.name.removesuffix(".tar") for file in files}
-    if not is_file and all(map(str.isdecimal, stems)):  # published shards are 0.tar … N-1.tar
+    if not is_file(place, suffixes) and all(
+        map(str.isdecimal, stems)
+    ):  # published shards are 0.tar … N-1.tar
         missing = set(range(len(files))) - set(map(int, stems))
         if missing:
             folder = files[0].shown.rpartition("/")[0]

@@ -77,6 +77,8 @@ _EXPECTED = "a .csv, .tsv, .jsonl, .json or .parquet table, or a .txt list"
 _EXAMINED = 1000  # rows in which an image in the table is looked for
 # folders in which images are looked for
 _MOST_FOLDERS = 100
+# Folders of tables, in lower case, whose images are in the folders beside them: of COCO and Flickr8k
+_ANNOTATIONS = ("annotations", "flickr8k_text", "flickr_textdata")
 _NOT_TEXT = re.compile("[\udc80-\udcff]")  # bytes that are not UTF-8, see ``open_text``
 
 
@@ -177,7 +179,8 @@ class Table:
         """Return the file that a row lists as ``text``, see ``listed_path``; it may not exist.
 
         Paths are relative to the folder of the table, or else to one of the folders in it, such as ``Images`` of
-        Flickr8k. Every row is looked up by itself, so the order of rows does not matter.
+        Flickr8k, or beside a folder of annotations, such as COCO's ``val2017``. Every row is looked up by itself,
+        so the order of rows does not matter.
         """
         return listed_path(self.find_folder(text) or self.path.parent, text)
 
@@ -191,7 +194,11 @@ class Table:
 
     @cached_property
     def _folders(self) -> list[Path]:
-        return _subfolders(self.path.parent)
+        folder = self.path.absolute().parent
+        folders = _subfolders(self.path.parent)
+        if folder.name.lower() in _ANNOTATIONS:
+            folders += _subfolders(folder.parent)
+        return folders
 
     @property
     def contains_images(self) -> bool:

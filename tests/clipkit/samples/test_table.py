@@ -110,3 +110,16 @@ def test_cells_of_other_tables_are_not_unescaped(tmp_path: Path) -> None:
     path.write_text("path,caption\n'=a.png,'@home\n")
     (row,) = Table(path, image_column=None, caption_column=None)
     assert (row.path, row.caption) == ("'=a.png", "'@home")
+
+
+@pytest.mark.parametrize("folder", ["annotations", "Flickr8k_text", "other"])
+def test_images_are_found_beside_a_folder_of_annotations(tmp_path: Path, folder: str) -> None:
+    table = tmp_path / "coco" / folder / "captions.csv"
+    table.parent.mkdir(parents=True)
+    table.write_text("image,caption\n1.jpg,a cat\n")
+    image = tmp_path / "coco" / "val2017" / "1.jpg"
+    image.parent.mkdir()
+    image.write_bytes(b"")
+    found = Table(table, image_column=None, caption_column=None).find_image("1.jpg")
+    # images of another dataset may have the same names
+    assert (found == image) == (folder != "other")

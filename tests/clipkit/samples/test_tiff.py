@@ -1,7 +1,9 @@
 """Tests of TIFFs in all layouts, compared with the values that were written."""
 
 import io
+import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -102,3 +104,21 @@ def test_invalid_orientation_is_ignored(orientation: int, caplog: pytest.LogCapt
     pixels = decode_pixels(file.getvalue(), Decoding(channels=5)).pixels
     assert np.array_equal(np.moveaxis(pixels, 0, 2), values)
     assert caplog.text == ""
+
+
+def test_libraries_print_nothing_about_each_image(tmp_path: Path) -> None:
+    files: dict[str, Any] = {
+        "bands": np.zeros((6, 9, 12), np.uint16),
+        "orientation": np.zeros((6, 9, 5), np.uint8),
+    }
+    tag = (274, "H", 1, 9, True)
+    for name, values in files.items():
+        path = tmp_path / f"{name}.tif"
+        tifffile.imwrite(path, values, photometric="minisblack", planarconfig="contig", extratags=[tag])
+    program = (
+        "import sys; from pathlib import Path; from clipkit.samples.decode import read_beyond_pillow, Decoding\n"
+        "for path in sys.argv[1:]: print(read_beyond_pillow(Path(path).read_bytes(), Decoding()).values.shape)"
+    )
+    command = [sys.executable, "-c", program, *sorted(map(str, tmp_path.iterdir()))]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("(6, 9, 12)\n(6, 9, 5)\n", "")

@@ -65,6 +65,11 @@ def test_json_fields_are_reported(tmp_path: Path) -> None:
     assert row(found, "fields", "width") == "number, in 85.7%: 100 to 111"
 
 
+def test_lists_are_named_without_values(tmp_path: Path) -> None:
+    found = look([str(with_json(tmp_path / "0.tar", [{"names": ["a", "b"]}] * 3))])
+    assert row(found, "fields", "names") == "list"
+
+
 def test_any_json_is_accepted() -> None:
     survey = FieldSurvey([])
     odd = [

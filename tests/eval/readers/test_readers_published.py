@@ -295,8 +295,10 @@ def test_dataset_is_read_over_http(tmp_path: Path, nginx: Nginx, monkeypatch: py
 
 def test_single_tar_is_read_from_a_file_and_over_http(tmp_path: Path, nginx: Nginx) -> None:
     root = publish(tmp_path / "pairs", [{"txt": f"image {number}"} for number in range(5)], classes=None)
+    (root / "card.json").write_text('{"samples": {"test": 5}}')
     tar = root / "test/1.tar"
     here = open_dataset(tar)
+    assert open_dataset(f"file://{tar}").captions == here.captions
     there = open_dataset(nginx.put("pairs/1.tar", tar.read_bytes()))
     assert here.captions == there.captions == (("image 2",), ("image 3",))
     assert pixels(here) == pixels(there) == pixels(open_dataset(root))[2:4]
