@@ -351,22 +351,17 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
         correct = first.right[name].tensor()
         return compare_correct(correct, align(second.right[name].tensor(), correct))
     metric = METRICS.get("mean_top1_top5" if name == "mean_of_top1_and_top5" else name)  # an older name
-    labels = None if first.labels is None else first.labels.tensor()
+    labels = None if first.labels is None else _split_items(first.labels.tensor(), first.n)
     if name in first.values and name in second.values:
-        values = first.values[name].tensor()
-        others = align(second.values[name].tensor(), values)
-        if metric is not None and metric.row_statistic is not None:
-            if len(values) % first.n:
-                raise DataError(f"the details have {len(values):,} values of {first.n:,} items")
-            rows, other_rows = (flat.view(first.n, -1).double().numpy() for flat in (values, others))
-            return compare_statistics(metric.row_statistic(rows), metric.row_statistic(other_rows), first.n)
+        flat = first.values[name].tensor()
+        other_flat = align(second.values[name].tensor(), flat)
         if metric is None or metric.item_statistic is None:
-            return compare_means(values, others)
-        if labels is None:
+            return compare_means(flat, other_flat)
+        if labels is None and metric.kind in ("one-label", "multi-label"):
             return None
-        align(labels, values)
-        statistic = metric.item_statistic
-        return compare_statistics(statistic(values, labels), statistic(others, labels), len(labels))
+        statistic = metric.item_statistic(_split_items(flat, first.n), labels)
+        other_statistic = metric.item_statistic(_split_items(other_flat, first.n), labels)
+        return compare_statistics(statistic, other_statistic, first.n)
     if metric is None or metric.items is None or labels is None:
         return None
     if not {*metric.items_from} <= first.right.keys() & second.right.keys():
@@ -376,6 +371,13 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
         right = {source: align(details.right[source].tensor(), labels) for source in metric.items_from}
         items.append(metric.items(right, labels))
     return compare_means(*items)
+
+
+def _split_items(flat: Tensor, n: int) -> Tensor:
+    """Return (n,) values, or (n, K) if there are several of each item."""
+    if not n or len(flat) % n:
+        raise DataError(f"the details have {len(flat):,} values of {n:,} items")
+    return flat if len(flat) == n else flat.view(n, -1)
 
 
 # --------------------------------------------------------------------------------------------------------------

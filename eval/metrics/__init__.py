@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Generic, Literal, Never, TypeVar
+from typing import Any, Generic, Literal, Never, TypeVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,7 @@ __all__ = [
 Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
 Inputs = TypeVar("Inputs", contravariant=True)
 Directions = Mapping[str, Direction]  # by DIRECTIONS
+_MOST_AREAS = 128  # classes of which all pairs are compared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,8 @@ class Metric(Generic[Inputs]):
         title: name on pages and in tables; by default the key with spaces.
         has_interval: whether its estimate has a 95% interval.
         larger_is_better: False for ranks, errors and perplexity.
-        highest: upper bound; the lower one is 0. None for ranks and perplexity, which start at 1.
+        highest: upper bound; the lower one is 0, or -1 for agreement beyond chance. None for ranks and perplexity,
+            which start at 1.
         least: minimum number of classes or candidates for it to be meaningful.
         most: maximum number of classes for which it is defined.
         by_default: whether classification reports it if the card names no metric.
@@ -109,9 +111,10 @@ class Metric(Generic[Inputs]):
         value: computes the value alone from ``value_from`` and the labels. Required for choosing C of a linear
             probe.
         value_from: (N,) ranks, (N,) predictions or (N, C) scores.
-        item_statistic: for paired tests, the statistic of the (N,) values and labels in the details, if not the
-            mean.
-        row_statistic: for paired tests, the statistic of (N, K) values in the details, which are flattened there.
+        item_values: for paired tests, (N,) or (N, K) values for the details, from which ``item_statistic`` computes
+            it.
+        item_statistic: for paired tests, the statistic of the (N,) or (N, K) values in the details and the labels,
+            if not the mean.
         items: for paired tests, (N,) values with this mean, from the right items of ``items_from`` and the labels.
         items_from: the metrics of the details that ``items`` takes.
     """
@@ -131,8 +134,8 @@ class Metric(Generic[Inputs]):
     column: str = ""
     value: Callable[[Tensor, Tensor], float] | None = None
     value_from: Literal["ranks", "predictions", "scores"] = "ranks"
-    item_statistic: Callable[[Tensor, Tensor], Statistic] | None = None
-    row_statistic: Callable[[intervals.Floats], Statistic] | None = None
+    item_values: Callable[[Inputs], Tensor] | None = None
+    item_statistic: Callable[[Tensor, Any], Statistic] | None = None
     items: Callable[[Mapping[str, Tensor], Tensor], Tensor] | None = None
     items_from: tuple[str, ...] = ()
 
@@ -162,9 +165,79 @@ def _class_weights(labels: Tensor) -> Tensor:
     return (len(labels) / (int((counts > 0).sum()) * counts.double()))[labels]
 
 
-def _roc_auc(answers: Answers) -> Estimate:
+def _difference(answers: Answers) -> Tensor:
+    """Return by how much the second of two classes is more similar to each image, (N,)."""
     scores = answers.scores(softmax=False)
-    return classes.roc_auc(scores[:, 1] - scores[:, 0], answers.labels)
+    return scores[:, 1] - scores[:, 0]
+
+
+def _prediction(
+    statistic: Callable[[Tensor, Tensor], Statistic],
+    estimate: Callable[[Tensor, Tensor], Estimate | None],
+    *,
+    title: str = "",
+    chance: float | None = None,
+    most: int | None = None,
+) -> Metric[Answers]:
+    """Return a metric of the predicted class of each image.
+
+    Args:
+        statistic: of (N,) predictions and labels.
+        estimate: its value with its interval.
+    """
+    return Metric(
+        kind="one-label",
+        function=lambda answers: estimate(answers.top.classes[:, 0], answers.labels),
+        chance=lambda _: chance,
+        title=title,
+        most=most,
+        value=lambda predicted, labels: intervals.evaluate_statistic(
+            statistic(predicted, labels), len(labels)
+        ),
+        value_from="predictions",
+        item_values=lambda answers: answers.top.classes[:, 0].float(),
+        item_statistic=lambda values, labels: statistic(values.long(), labels),
+    )
+
+
+def _agreement(
+    statistic: Callable[[Tensor, Tensor], Statistic], title: str, *, most: int | None = None
+) -> Metric[Answers]:
+    def estimate(predicted: Tensor, labels: Tensor) -> Estimate | None:
+        return classes.estimate_agreement(statistic(predicted, labels), predicted, labels)
+
+    return _prediction(statistic, estimate, title=title, chance=0.0, most=most)
+
+
+def _kappa(power: int, title: str) -> Metric[Answers]:
+    statistic = partial(classes.cohen_kappa_statistic, power=power)
+    return _agreement(statistic, title, most=classes.LARGEST_MATRIX)
+
+
+def _areas(
+    kind: Kind,
+    statistic: Callable[[Tensor, Tensor], Statistic],
+    estimate: Callable[[Tensor, Tensor], Estimate],
+    *,
+    title: str,
+) -> Metric[Answers]:
+    """Return a mean of areas under ROC curves, of log-probabilities if each image has one label."""
+    softmax = kind == "one-label"
+
+    def scores(answers: Answers) -> Tensor:
+        return answers.scores(softmax=softmax)
+
+    return Metric(
+        kind=kind,
+        function=lambda answers: estimate(scores(answers), answers.labels),
+        chance=lambda _: 0.5,
+        title=title,
+        least=2,
+        most=_MOST_AREAS,
+        needs_probabilities=softmax,
+        item_values=scores,
+        item_statistic=statistic,
+    )
 
 
 def _superclass(answers: Answers) -> Estimate:
@@ -183,6 +256,8 @@ def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool 
         by_default=True,
         value=value,
         value_from="scores",
+        item_values=lambda answers: answers.scores(softmax=softmax),
+        item_statistic=partial(classes.mean_average_precision_statistic, interpolated=interpolated),
     )
 
 
@@ -282,17 +357,15 @@ METRICS: Mapping[str, Metric[Never]] = {
         items=lambda right, _: (right["acc1"].double() + right["acc5"].double()) / 2,
         items_from=("acc1", "acc5"),
     ),
-    "f1_macro": Metric[Answers](
-        kind="one-label",
-        function=lambda answers: classes.f1_macro(answers.top.classes[:, 0], answers.labels),
-        value=lambda predicted, labels: intervals.evaluate_statistic(
-            classes.f1_macro_statistic(predicted, labels), len(labels)
-        ),
-        value_from="predictions",
-    ),
+    "f1_macro": _prediction(classes.f1_macro_statistic, classes.f1_macro),
+    "f1_weighted": _prediction(classes.f1_weighted_statistic, classes.f1_weighted),
+    "cohen_kappa": _kappa(0, "Cohen's kappa"),
+    "cohen_kappa_linear": _kappa(1, "Cohen's kappa, linear weights"),
+    "cohen_kappa_quadratic": _kappa(2, "Cohen's kappa, quadratic weights"),
+    "matthews_correlation": _agreement(classes.matthews_statistic, "Matthews's correlation"),
     "roc_auc": Metric[Answers](
         kind="one-label",
-        function=_roc_auc,
+        function=lambda answers: classes.roc_auc(_difference(answers), answers.labels),
         chance=lambda _: 0.5,
         least=2,
         most=2,
@@ -300,7 +373,20 @@ METRICS: Mapping[str, Metric[Never]] = {
             classes.roc_auc_statistic(scores[:, 1] - scores[:, 0], labels), len(labels)
         ),
         value_from="scores",
+        item_values=_difference,
         item_statistic=classes.roc_auc_statistic,
+    ),
+    "roc_auc_one_vs_rest": _areas(
+        "one-label",
+        classes.roc_auc_macro_statistic,
+        classes.roc_auc_macro,
+        title="ROC AUC, one class against the rest",
+    ),
+    "roc_auc_one_vs_one": _areas(
+        "one-label",
+        classes.roc_auc_one_vs_one_statistic,
+        classes.roc_auc_one_vs_one,
+        title="ROC AUC, pairs of classes",
     ),
     "ece": Metric[Answers](
         kind="one-label",
@@ -329,6 +415,12 @@ METRICS: Mapping[str, Metric[Never]] = {
     "map_11_point": _precision(classes.map_11_point),
     "mean_average_precision_softmax": _precision(classes.mean_average_precision, softmax=True),
     "map_11_point_softmax": _precision(classes.map_11_point, softmax=True),
+    "roc_auc_macro": _areas(
+        "multi-label",
+        classes.roc_auc_macro_statistic,
+        classes.roc_auc_macro,
+        title="ROC AUC, mean over labels",
+    ),
     "any_label_acc1": Metric[Answers](
         kind="multi-label",
         function=lambda answers: classes.any_label_accuracy(answers.top.classes[:, 0], answers.labels),
@@ -361,7 +453,7 @@ METRICS: Mapping[str, Metric[Never]] = {
             captions.bleu_statistic(descriptions.chance.bleu_counts), len(descriptions.captions)
         ),
         title="BLEU-4",
-        row_statistic=captions.bleu_statistic,
+        item_statistic=lambda counts, _: captions.bleu_statistic(counts.double().numpy()),
     ),
     "exact_match": Metric[Descriptions](
         kind="captioning",
@@ -373,7 +465,7 @@ METRICS: Mapping[str, Metric[Never]] = {
         function=captions.perplexity,
         larger_is_better=False,
         highest=None,
-        row_statistic=captions.perplexity_statistic,
+        item_statistic=lambda counts, _: captions.perplexity_statistic(counts.double().numpy()),
     ),
     "accuracy": _accuracy(lambda choices: choices.correct),
     "macro_accuracy": _accuracy(lambda choices: choices.counted_groups),
@@ -438,7 +530,7 @@ def lower_is_better(metric: str) -> bool:
 
 
 def is_fraction(metric: str, *values: float | None) -> bool:
-    """Whether values of a metric are in [0, 1] and shown in percent; ranks and CIDEr-D are not."""
-    if metric in METRICS and METRICS[metric].highest != 1.0:
-        return False
+    """Whether a metric is at most 1 and shown in percent; ranks and CIDEr-D are not, others if their values are."""
+    if metric in METRICS:
+        return METRICS[metric].highest == 1.0
     return all(0 <= value <= 1 for value in values if value is not None)

@@ -7,7 +7,9 @@ Dimensions: N images, C classes, G groups, B bins, P pairs of classes, K positiv
 """
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import numpy as np
 import torch
@@ -132,29 +134,145 @@ def f1_macro(predicted: Tensor, labels: Tensor) -> Estimate:
 
 def f1_macro_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
     """Return ``f1_macro`` as a statistic of the drawn images."""
+    return _f1_statistic(predicted, labels, weighted=False)
+
+
+def f1_weighted(predicted: Tensor, labels: Tensor) -> Estimate:
+    """Compute the mean over images of their class's F1; scikit-learn's ``f1_score(average="weighted")``.
+
+    Args:
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64; N ≥ 1.
+    """
+    return estimate_statistic(f1_weighted_statistic(predicted, labels), len(labels), trials=len(labels))
+
+
+def f1_weighted_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
+    """Return ``f1_weighted`` as a statistic of the drawn images."""
+    return _f1_statistic(predicted, labels, weighted=True)
+
+
+def _f1_statistic(predicted: Tensor, labels: Tensor, *, weighted: bool) -> Statistic:
     label = labels.cpu().numpy()
     guess = predicted.cpu().numpy()
-    present = np.unique(label)
-    by_label = np.argsort(label, kind="stable")
-    starts = np.searchsorted(label[by_label], present)
-    right: Bools = (label == guess)[by_label]
-    counted = np.flatnonzero(np.isin(guess, present))
-    by_guess = counted[np.argsort(guess[counted], kind="stable")]
-    guessed, guess_starts = np.unique(guess[by_guess], return_index=True)
-    columns = np.searchsorted(present, guessed)
+    classes = int(label.max()) + 1
+    count_labels = _class_counter(label, classes)
+    count_guesses = _class_counter(np.where(guess < classes, guess, -1), classes)
+    right: Bools = label == guess
 
     def f1(drawn: Ints) -> Floats:
-        ordered = drawn[:, by_label]
-        total = np.add.reduceat(ordered, starts, axis=1)  # (R, C), TP + FN
-        hits = np.add.reduceat(ordered * right, starts, axis=1)  # TP
-        claimed = np.zeros_like(total)  # TP + FP
-        if len(guessed):
-            claimed[:, columns] = np.add.reduceat(drawn[:, by_guess], guess_starts, axis=1)
+        total = count_labels(drawn)  # (R, C), TP + FN
+        hits = count_labels(drawn * right)  # TP
+        claimed = count_guesses(drawn)  # TP + FP
         score = np.where(total > 0, 2 * hits / np.maximum(total + claimed, 1), 0.0)
-        result: Floats = score.sum(axis=1) / (total > 0).sum(axis=1)
+        weight = total if weighted else total > 0
+        result: Floats = (score * weight).sum(axis=1) / weight.sum(axis=1)
         return result
 
     return f1
+
+
+def _class_counter(index: Ints, classes: int) -> Callable[[Ints], Ints]:
+    """Return a function from (R, N) draws to the number of drawn images of each class, (R, C).
+
+    Args:
+        index: (N,) classes; -1 for none.
+        classes: C.
+    """
+    order = np.argsort(index, kind="stable")
+    order = order[index[order] >= 0]
+    present, starts = np.unique(index[order], return_index=True)
+
+    def count(drawn: Ints) -> Ints:
+        counts = np.zeros((len(drawn), classes), dtype=np.int64)
+        if len(present):
+            counts[:, present] = np.add.reduceat(drawn[:, order], starts, axis=1)
+        return counts
+
+    return count
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Agreement of predictions and labels beyond chance. Their range starts at -1, and random guessing has 0.
+
+
+def estimate_agreement(statistic: Statistic, predicted: Tensor, labels: Tensor) -> Estimate | None:
+    """Estimate ``cohen_kappa_statistic`` or ``matthews_statistic``; None if it is undefined.
+
+    Args:
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64; N ≥ 1.
+    """
+    n = len(labels)
+    if math.isnan(evaluate_statistic(statistic, n)):
+        return None
+    classes = int(max(labels.max(), predicted.max())) + 1
+    claimed = predicted[predicted >= 0].bincount(minlength=classes).double()
+    by_chance = float(claimed @ labels.bincount(minlength=classes).double()) / n**2
+    # near 1 the statistic is 1 - (1 - accuracy) / (1 - by_chance)
+    return estimate_statistic(statistic, n, trials=n * (1 - by_chance))
+
+
+def cohen_kappa_statistic(predicted: Tensor, labels: Tensor, *, power: int = 0) -> Statistic:
+    """Return Cohen's kappa (1960; weighted 1968) as a statistic of the drawn images.
+
+    It is 1 - (observed disagreement) / (disagreement of independent predictions with the same frequencies), as in
+    scikit-learn's ``cohen_kappa_score``; undefined if all labels and predictions are of one class.
+
+    Args:
+        predicted: (N,) int64; -1 for no prediction.
+        labels: (N,) int64; N ≥ 1.
+        power: 0 if all mistakes count the same. For ordered classes, such as grades of a disease, 1 or 2: a mistake
+            counts as the distance of the classes to this power. No prediction counts as the farthest class.
+    """
+    label = labels.cpu().numpy()
+    last = int(max(labels.max(), predicted.max()))
+    absent = np.where(2 * label > last, 0, last) if power else last + 1
+    guess = np.where(predicted.cpu().numpy() >= 0, predicted.cpu().numpy(), absent)
+    number = np.arange(last + 2)
+    distance = np.abs(number[:, None] - number).astype(np.float64)
+    cost = distance**power if power else np.minimum(distance, 1)  # (C, C)
+    item_cost = cost[label, guess]
+    count_labels = _class_counter(label, len(number))
+    count_guesses = _class_counter(guess, len(number))
+
+    def kappa(drawn: Ints) -> Floats:
+        total = drawn.sum(axis=1)
+        observed = drawn @ item_cost / total
+        expected = ((count_labels(drawn) @ cost) * count_guesses(drawn)).sum(axis=1) / total**2
+        undefined = np.full(len(drawn), np.nan)
+        result: Floats = 1 - np.divide(observed, expected, out=undefined, where=expected > 0)
+        return result
+
+    return kappa
+
+
+def matthews_statistic(predicted: Tensor, labels: Tensor) -> Statistic:
+    """Return Matthews's correlation coefficient of several classes (Gorodkin 2004) as a statistic.
+
+    Equals scikit-learn's ``matthews_corrcoef``: 0 if all predictions or all labels are equal.
+
+    Args:
+        predicted: (N,) int64; -1, no prediction, counts as a class of its own.
+        labels: (N,) int64; N ≥ 1.
+    """
+    label = labels.cpu().numpy()
+    classes = int(max(labels.max(), predicted.max())) + 2
+    guess = predicted.cpu().numpy() % classes
+    count_labels = _class_counter(label, classes)
+    count_guesses = _class_counter(guess, classes)
+    right: Bools = label == guess
+
+    def correlation(drawn: Ints) -> Floats:
+        total = drawn.sum(axis=1).astype(np.float64)
+        true = count_labels(drawn).astype(np.float64)  # (R, C)
+        claimed = count_guesses(drawn).astype(np.float64)
+        covariance = total * (drawn @ right) - (true * claimed).sum(axis=1)
+        spread = (total**2 - (claimed**2).sum(axis=1)) * (total**2 - (true**2).sum(axis=1))
+        result: Floats = np.divide(covariance, np.sqrt(spread), out=np.zeros(len(drawn)), where=spread > 0)
+        return result
+
+    return correlation
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -231,7 +349,7 @@ def _assign_bins(confidence: Tensor, correct: Tensor, bins: int) -> tuple[Floats
     return sure, right, np.searchsorted(edges[1:-1], sure, side="left").astype(np.int64)
 
 
-_LARGEST = 1 << 12  # classes of a full confusion matrix: 128 MiB
+LARGEST_MATRIX = 1 << 12  # classes of a full confusion matrix: 128 MiB
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -263,7 +381,7 @@ class Confusion:
 
         Images without a prediction are left out.
         """
-        assert classes <= _LARGEST, f"a confusion matrix of {classes:,} classes"
+        assert classes <= LARGEST_MATRIX, f"a confusion matrix of {classes:,} classes"
         matrix = np.zeros((classes, classes), dtype=np.int64)
         has_class = self.predicted >= 0
         matrix[self.label[has_class], self.predicted[has_class]] = self.count[has_class]
@@ -307,12 +425,16 @@ def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
     count. Returns None if no image has a label.
 
     Args:
-        predicted: (N,) int64 in 0 … C-1.
+        predicted: (N,) int64; -1 for no prediction.
         labels: (N, C) bool.
     """
-    counted = labels.any(dim=1)
-    right = labels[counted].gather(1, predicted[counted][:, None])
+    right = _is_any_label(predicted, labels)[labels.any(dim=1)]
     return estimate_proportion(int(right.sum()), len(right)) if len(right) else None
+
+
+def _is_any_label(predicted: Tensor, labels: Tensor) -> Tensor:
+    """Return whether the predicted class is one of the labels, (N,) bool; False for a prediction of -1."""
+    return labels.gather(1, predicted[:, None].clamp(min=0))[:, 0] & (predicted >= 0)
 
 
 def anchor_accuracy(predicted: Tensor, labels: Tensor, anchors: Tensor, *, nearby: bool) -> Estimate:
@@ -326,7 +448,7 @@ def anchor_accuracy(predicted: Tensor, labels: Tensor, anchors: Tensor, *, nearb
         anchors: (N,) int64, the number of each image's anchor frame; an anchor's is its own.
         nearby: whether labels must be predicted for all images of an anchor.
     """
-    right = labels.gather(1, predicted[:, None])[:, 0]
+    right = _is_any_label(predicted, labels)
     is_anchor = anchors == torch.arange(len(anchors))  # (N,)
     counted = right
     if nearby:
@@ -443,19 +565,7 @@ def mean_average_precision_statistic(
     ]
     if not present:
         raise DataError("average precision needs an image of at least one of the classes")
-
-    def mean(drawn: Ints) -> Floats:
-        total = np.zeros(len(drawn))
-        count = np.zeros(len(drawn))
-        for statistic in present:
-            precision = statistic(drawn)  # (R,)
-            defined = ~np.isnan(precision)
-            total[defined] += precision[defined]
-            count += defined
-        result: Floats = np.divide(total, count, out=np.full(len(drawn), np.nan), where=count > 0)
-        return result
-
-    return mean
+    return _mean_statistic(present)
 
 
 def _class_statistics(scores: Tensor, labels: Tensor, *, interpolated: bool) -> list[Statistic]:
@@ -509,13 +619,19 @@ def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
         DataError: all images are of one class.
     """
     statistic = roc_auc_statistic(scores, labels)
-    positive = int(labels.bool().sum())
     value = evaluate_statistic(statistic, len(labels))
-    # the number of trials at which a proportion has the variance of the area by Newcombe (2006, "Confidence
-    # intervals for an effect size measure based on the Mann-Whitney statistic", method 5)
+    return estimate_statistic(statistic, len(labels), trials=_area_trials(value, labels))
+
+
+def _area_trials(value: float, labels: Tensor) -> float:
+    """Return the number of trials at which a proportion has about the variance of an area under the ROC curve.
+
+    (Newcombe 2006, "Confidence intervals for an effect size measure based on the Mann-Whitney statistic",
+    method 5.)
+    """
+    positive = int(labels.bool().sum())
     shape = (1 - value) / (2 - value) + value / (1 + value)
-    trials = positive * (len(labels) - positive) / (1 + (len(labels) / 2 - 1) * shape)
-    return estimate_statistic(statistic, len(labels), trials=trials)
+    return positive * (len(labels) - positive) / (1 + (len(labels) / 2 - 1) * shape)
 
 
 def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
@@ -538,6 +654,100 @@ def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
         return result
 
     return area
+
+
+def roc_auc_macro(scores: Tensor, labels: Tensor) -> Estimate:
+    """Compute the mean over classes of the area under the ROC curve, each against all other images.
+
+    Equals scikit-learn's ``roc_auc_score(average="macro")`` for several labels per image, and for one label with
+    ``multi_class="ovr"``, except that classes that none or all of the images have do not count.
+
+    Args:
+        scores: (N, C) of ``class_scores``.
+        labels: (N, C) bool, or (N,) int64.
+
+    Raises:
+        DataError: no class counts.
+    """
+    statistics = []
+    trials = []
+    for score, label in _counted_classes(scores, labels):
+        statistics.append(roc_auc_statistic(score, label))
+        trials.append(_area_trials(evaluate_statistic(statistics[-1], len(scores)), label))
+    statistic = _mean_statistic(statistics)
+    cost = scores.shape[1]
+    return estimate_statistic(statistic, len(scores), trials=effective_trials(np.array(trials)), cost=cost)
+
+
+def roc_auc_macro_statistic(scores: Tensor, labels: Tensor) -> Statistic:
+    """Return ``roc_auc_macro`` as a statistic of the drawn images; DataError if no class counts."""
+    return _mean_statistic([roc_auc_statistic(*column) for column in _counted_classes(scores, labels)])
+
+
+def _counted_classes(scores: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return (N,) scores and (N,) bool of each class that some images have and some do not."""
+    is_class = labels.bool()
+    if labels.dim() == 1:
+        is_class = torch.nn.functional.one_hot(labels, scores.shape[1]).bool()
+    counts = is_class.sum(dim=0)
+    counted = ((counts > 0) & (counts < len(labels))).nonzero()[:, 0].tolist()
+    if not counted:
+        raise DataError("ROC AUC needs a class that some images have and some do not")
+    return [(scores[:, i], is_class[:, i]) for i in counted]
+
+
+def roc_auc_one_vs_one(scores: Tensor, labels: Tensor) -> Estimate:
+    """Compute the mean over pairs of classes of the area under the ROC curve between them (Hand and Till 2001).
+
+    Equals scikit-learn's ``roc_auc_score(average="macro", multi_class="ovo")``; classes without images do not
+    count. Of a pair, the images of both classes are ranked by the score of either class, and the mean is taken.
+
+    Args:
+        scores: (N, C) of ``class_scores``; scikit-learn demands probabilities.
+        labels: (N,) int64.
+
+    Raises:
+        DataError: all images are of one class.
+    """
+    statistic = roc_auc_one_vs_one_statistic(scores, labels)
+    sizes = labels.unique(return_counts=True)[1].numpy()
+    cost = scores.shape[1]
+    return estimate_statistic(statistic, len(scores), trials=effective_trials(sizes), cost=cost)
+
+
+def roc_auc_one_vs_one_statistic(scores: Tensor, labels: Tensor) -> Statistic:
+    """Return ``roc_auc_one_vs_one`` as a statistic of the drawn images; DataError if all are of one class."""
+    present = labels.unique().tolist()
+    if len(present) < 2:
+        raise DataError("ROC AUC needs images of two classes; all of these are of one")
+    statistics = []
+    for i, other in permutations(present, 2):
+        rows = ((labels == i) | (labels == other)).nonzero()[:, 0]
+        area = roc_auc_statistic(scores[rows, i], labels[rows] == i)
+        statistics.append(_select_rows(area, rows.numpy()))
+    return _mean_statistic(statistics)
+
+
+def _select_rows(statistic: Statistic, rows: Ints) -> Statistic:
+    """Return a statistic of some of the images as one of all images."""
+    return lambda drawn: statistic(drawn[:, rows])
+
+
+def _mean_statistic(statistics: Sequence[Statistic]) -> Statistic:
+    """Return the mean of the statistics that are defined for a draw; NaN if none is."""
+
+    def mean(drawn: Ints) -> Floats:
+        total = np.zeros(len(drawn))
+        count = np.zeros(len(drawn))
+        for statistic in statistics:
+            value = statistic(drawn)  # (R,)
+            defined = ~np.isnan(value)
+            total[defined] += value[defined]
+            count += defined
+        result: Floats = np.divide(total, count, out=np.full(len(drawn), np.nan), where=count > 0)
+        return result
+
+    return mean
 
 
 def _replace_nan(score: Floats, positive: Bools) -> Floats:

@@ -76,7 +76,7 @@ def zero_shot_details(
 
     Examples are shown as in figure 21 of the CLIP paper (Radford et al. 2021). They are drawn at random and
     alternate between correct and wrong predictions. With several labels per image, a prediction is correct if it is
-    one of them, and there are only examples: no confusion matrix, counts by class, or items for paired tests.
+    one of them, and there are only examples and labels: no confusion matrix or counts by class.
 
     Args:
         image_features: (N, D) unit norm, possibly memory-mapped.
@@ -94,21 +94,16 @@ def zero_shot_details(
         right = {"acc1": is_right[:, 0]}
         if classes > GUESSES:
             right["acc5"] = is_right.any(dim=1)
-        values = {}
-        # ROC AUC ranks by the difference
-        if classes == 2:
-            scores = class_scores(image_features, class_weights, device=device)  # (N, 2)
-            values["roc_auc"] = pack_values(scores[:, 1] - scores[:, 0])
         details = prediction_details(
             dataset, top.classes[:, 0], task=task, confidence=top.probabilities[:, 0]
         )
-        details = replace(
-            details, right={name: pack_values(rows) for name, rows in right.items()}, values=values
-        )
+        details = replace(details, right={name: pack_values(rows) for name, rows in right.items()})
     else:
         # a class of -1 means none
         is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
-        details = item_details(dataset, task=task, n=len(labels))
+        details = replace(
+            item_details(dataset, task=task, n=len(labels)), labels=pack_values(labels.flatten())
+        )
     chosen = _choose_examples(is_right[:, 0], seed)
     weights = class_weights.cpu()
     examples = []

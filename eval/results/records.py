@@ -278,9 +278,9 @@ class Details:
         candidates: for retrieval, the number of captions; otherwise 0.
         pictures: thumbnails by the names that ``examples`` and ``descriptions`` use.
         right: by metric, whether each item is right, for paired tests.
-        values: by metric, a value of each item whose mean is the metric; for ``roc_auc``, the item's score; for
-            metrics with a ``row_statistic``, several values of each item.
-        labels: the class of each item, if there are classes.
+        values: by metric, a value of each item whose mean is the metric; or, for metrics with an
+            ``item_statistic``, one or several values of each item.
+        labels: the class of each item, or whether it has each class, if there are classes.
         chosen_c: for a probe, C (the inverse of the regularization strength) chosen on validation images.
         chosen_rate: for a fine-tuned model, its learning rate.
         tuned_on: images that a hyperparameter was chosen on: "val", or "a fifth of train".

@@ -4,7 +4,9 @@ Dimensions: N images, C classes.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,11 +15,13 @@ from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import find_indistinguishable_classes, number_texts
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
-from eval.metrics import METRICS, Answers, get_metric
+from eval.metrics import METRICS, Answers, Metric, get_metric
 from eval.results.details import zero_shot_details
-from eval.results.records import Score
+from eval.results.records import Details, Score, pack_values
 from eval.tasks import Options
 from eval.tasks.subject import Outcome, Subject, metric_scores
+
+_MOST_ITEMS = 1 << 20  # labels in the details; a value each is up to 5 MB of text
 
 
 def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -34,9 +38,8 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
             labels, other = ("several labels", "one") if multi_label else ("one label", "several")
             raise DataError(f"dataset {dataset.name} has {labels} per image, the metric {name} needs {other}")
         if metric.most is not None and not metric.least <= classes <= metric.most:
-            raise DataError(
-                f"dataset {dataset.name} has {classes} classes, the metric {name} needs {metric.most}"
-            )
+            needed = f"{metric.least} to {metric.most}" if metric.least < metric.most else f"{metric.most}"
+            raise DataError(f"dataset {dataset.name} has {classes} classes, the metric {name} needs {needed}")
         if metric.needs_superclasses and not dataset.superclasses:
             raise DataError(f"dataset {dataset.name} has no superclasses, which the metric {name} needs")
         chosen.append(name)
@@ -57,6 +60,17 @@ def classification_scores(
     prompt_set = dataset.prompt_set if task in ("zero-shot", "likelihood") else ""
     names = fitting_metrics(dataset, metrics)
     return metric_scores(dataset, names, answers, task=task, prompt_set=prompt_set, setting=setting)
+
+
+def add_items(details: Details, answers: Answers, metrics: Sequence[str]) -> Details:
+    """Add the values with which two models are compared by these metrics, unless there are too many."""
+    values = {}
+    for name in metrics:
+        metric = cast(Metric[Answers] | None, get_metric(name))
+        assert metric is not None, name
+        if metric.item_values is not None and answers.labels.numel() <= _MOST_ITEMS:
+            values[name] = pack_values(metric.item_values(answers).flatten())
+    return replace(details, values={**details.values, **values})
 
 
 # Texts that the model's tokenizer turns into the same tokens. They differ in what the tokenizer drops (letter case,
@@ -158,4 +172,4 @@ def prompt_outcome(
     details = zero_shot_details(
         dataset, features, weights, logit_scale, task=task, seed=options.seed, device=subject.device
     )
-    return Outcome(scores=scores, details=[details])
+    return Outcome(scores=scores, details=[add_items(details, answers, metrics)])

@@ -50,7 +50,7 @@ from eval.metrics import Answers
 from eval.results.details import prediction_details
 from eval.results.records import read_results
 from eval.tasks import Options
-from eval.tasks.classify import classification_scores, fitting_metrics
+from eval.tasks.classify import add_items, classification_scores, fitting_metrics
 from eval.tasks.probe import NothingToTuneOn, draw_examples, learn_and_tune, training_split, tuning_metric
 from eval.tasks.subject import Outcome, Subject
 
@@ -373,6 +373,7 @@ def fine_tune(subject: Subject, options: Options) -> Outcome:
         setting=setting,
         confidence=answers.top.probabilities[:, 0],
     )
+    details = add_items(details, answers, [score.metric for score in scores])
     tuned_on = tuned_on if len(rates) > 1 else ""
     return Outcome(scores=scores, details=[replace(details, tuned_on=tuned_on, chosen_rate=rate)])
 

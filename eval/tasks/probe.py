@@ -29,7 +29,7 @@ from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float
 from eval.results.details import prediction_details
 from eval.results.records import Details, Score
 from eval.tasks import Options
-from eval.tasks.classify import classification_scores, fitting_metrics
+from eval.tasks.classify import add_items, classification_scores, fitting_metrics
 from eval.tasks.logistic import LogisticFit, LogisticProblem, Part, Rows
 from eval.tasks.subject import Outcome, Subject
 
@@ -391,6 +391,7 @@ def linear_probe(subject: Subject, options: Options) -> Outcome:
                 confidence=probe.answers.top.probabilities[:, 0],
                 chosen_c=probe.sweep.fit.C,
             )
+            layer_details = add_items(layer_details, probe.answers, [score.metric for score in probe.scores])
             details.append(replace(layer_details, tuned_on=probe.tuned_on))
     return Outcome(scores=scores, details=details)
 

@@ -1,9 +1,11 @@
 """Tests of comparing two models: differences, rejected comparisons and corrected p-values."""
 
 import json
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,11 +15,14 @@ from torch import Tensor
 from clipkit.errors import ConfigError, DataError
 from eval.compare import ModelComparison, compare, tabulate_comparison
 from eval.datasets.dataset import EvalDataset
-from eval.metrics import compare_correct
+from eval.metrics import METRICS, compare_correct
 from eval.metrics.classes import mean_per_class_recall, roc_auc
 from eval.metrics.intervals import mcnemar
 from eval.results.details import item_details, prediction_details
-from eval.results.records import pack_values, write_details
+from eval.results.records import append_results, pack_values, write_details
+from eval.tasks import Options
+from eval.tasks.classify import prompt_outcome
+from eval.tasks.subject import Subject
 
 N, C = 400, 5
 LABELS = torch.arange(N) ** 2 % C  # classes of different sizes
@@ -183,6 +188,42 @@ def test_roc_auc_and_mean_rank_are_compared(results: Path) -> None:
     assert area.test.difference == pytest.approx(area.second - area.first, abs=1e-6)
     assert area.beyond_chance
     assert rank.test.difference == pytest.approx(rank.second - rank.first, abs=1e-6)
+
+
+UNTESTED = {"ece", "any_label_acc1"}  # neither a mean over items nor stored with the details
+
+
+@pytest.mark.parametrize("kind", ["one-label", "multi-label"])
+def test_paired_tests_of_all_metrics_agree_with_the_scores(
+    results: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eval.results.details._draw_thumbnails", lambda *_: {})
+    generator = torch.Generator().manual_seed(0)
+    several = torch.nn.functional.one_hot(LABELS) + torch.nn.functional.one_hot(LABELS**2 % C, C) > 0
+    data = dataset("eyes")
+    names = [name for name, metric in METRICS.items() if metric.kind == kind and not metric.column]
+    if kind == "multi-label":
+        data = replace(data, labels=several)
+    else:
+        names = [
+            name for name in names if name not in ("roc_auc", "mean_top1_top5", "acc5", "superclass_acc1")
+        ]
+    weights = torch.nn.functional.normalize(torch.randn(16, C, generator=generator), dim=0)
+    for model, noise in (("small", 0.3), ("large", 0.2)):
+        images = weights.T[LABELS] + noise * torch.randn(N, 16, generator=generator)
+        images[:3] = torch.nan
+        subject = cast(Subject, SimpleNamespace(dataset=data, metrics=names, device=torch.device("cpu")))
+        outcome = prompt_outcome(subject, Options(details=True), images, weights, 20.0)
+        provenance = {"model": model, "weights": f"sha256:{model}"}
+        append_results(results, outcome.scores, step=None, provenance=provenance)
+        for details in outcome.details:
+            write_details(results, details, weights=provenance["weights"])
+    found = compare([results], "small", "large")
+    assert {difference.metric for difference in found.differences} == {*names} - UNTESTED
+    for difference in found.differences:
+        change = difference.second - difference.first
+        assert difference.test.difference == pytest.approx(change, abs=1e-5), difference.metric
+        assert difference.test.low <= change <= difference.test.high
 
 
 def test_models_are_found_by_name_weights_or_file(results: Path, tmp_path: Path) -> None:

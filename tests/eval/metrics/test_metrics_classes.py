@@ -2,6 +2,8 @@
 
 import math
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,18 +14,23 @@ from torch import Tensor
 from eval.metrics import intervals, ranks
 from eval.metrics.classes import (
     calibration_bins,
+    cohen_kappa_statistic,
     count_confusion,
     count_correct,
+    estimate_agreement,
     expected_calibration_error,
     f1_macro,
     f1_macro_statistic,
+    f1_weighted,
+    f1_weighted_statistic,
+    matthews_statistic,
     mean_of_top1_and_top5,
     merge_superclasses,
     shape_bias,
     top_k_accuracy,
     worst_group_accuracy,
 )
-from eval.metrics.intervals import Estimate
+from eval.metrics.intervals import Estimate, Statistic, evaluate_statistic
 from eval.metrics.ranks import class_ranks, top_classes
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -113,15 +120,87 @@ def test_f1_ignores_classes_without_images_unlike_scikit_learn() -> None:
     assert f1_macro(predicted, labels).value == pytest.approx((1 + 2 / 3) / 2)
 
 
+@given(seed=SEEDS, n=st.integers(1, 40), classes=st.integers(1, 6))
+@settings(max_examples=60, deadline=None)
+def test_agreement_equals_scikit_learn(seed: int, n: int, classes: int) -> None:
+    from sklearn.metrics import cohen_kappa_score, f1_score, matthews_corrcoef
+
+    generator = torch.Generator().manual_seed(seed)
+    labels, predicted = torch.randint(classes, (2, n), generator=generator)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of single classes, for which scikit-learn divides by 0
+        weighted = f1_score(labels, predicted, average="weighted")
+        correlation = matthews_corrcoef(labels, predicted)
+        kappas = [
+            cohen_kappa_score(labels, predicted, weights=weights, labels=range(classes))
+            for weights in (None, "linear", "quadratic")
+        ]
+    f1 = f1_weighted(predicted, labels)
+    assert f1.value == pytest.approx(weighted)
+    assert 0 <= f1.low <= f1.value <= f1.high <= 1
+    assert evaluate_statistic(matthews_statistic(predicted, labels), n) == pytest.approx(correlation)
+    for power, expected in enumerate(kappas):
+        agreement = estimate_agreement(
+            cohen_kappa_statistic(predicted, labels, power=power), predicted, labels
+        )
+        if agreement is None:
+            assert math.isnan(expected)
+        else:
+            assert agreement.value == pytest.approx(expected)
+            assert -1 <= agreement.low <= agreement.value <= agreement.high <= 1 and agreement.n == n
+
+
+STATISTICS: dict[str, Callable[[Tensor, Tensor], Statistic]] = {
+    "f1_macro": f1_macro_statistic,
+    "f1_weighted": f1_weighted_statistic,
+    "matthews": matthews_statistic,
+    **{f"kappa {power}": partial(cohen_kappa_statistic, power=power) for power in (0, 1, 2)},
+}
+
+
+@pytest.mark.parametrize("name", STATISTICS)
 @given(seed=SEEDS, n=st.integers(1, 60))
-@settings(max_examples=30, deadline=None)
-def test_f1_statistic_of_draws_equals_f1_of_copies(seed: int, n: int) -> None:
+@settings(max_examples=20, deadline=None)
+def test_statistic_of_draws_equals_that_of_copies(name: str, seed: int, n: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     labels, predicted = torch.randint(5, (2, n), generator=generator)
+    predicted[torch.rand(n, generator=generator) < 0.1] = -1
     drawn = np.bincount(torch.randint(n, (n,), generator=generator).numpy(), minlength=n)[None]
     copies = torch.from_numpy(np.repeat(np.arange(n), drawn[0]))
-    f1 = f1_macro_statistic(predicted, labels)
-    assert f1(drawn)[0] == pytest.approx(f1_macro(predicted[copies], labels[copies]).value)
+    every, some = (STATISTICS[name](predicted[rows], labels[rows]) for rows in (slice(None), copies))
+    value = evaluate_statistic(some, n)
+    if name in ("kappa 1", "kappa 2") and (predicted == -1).any():
+        return  # the farthest class depends on the classes that are there
+    assert every(drawn)[0] == pytest.approx(value, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", STATISTICS)
+def test_no_prediction_is_worse_than_any(name: str) -> None:
+    labels = torch.arange(60) % 5
+    predicted = labels.clone()
+    predicted[::7] = (labels[::7] + 1) % 5
+    values = []
+    for wrong in (labels[::11], (labels[::11] + 1) % 5, torch.tensor(-1)):
+        predicted[::11] = wrong
+        values.append(evaluate_statistic(STATISTICS[name](predicted, labels), 60))
+    assert values[0] > values[1] and values[0] > values[2]
+    if name in ("kappa 1", "kappa 2"):
+        assert values[1] > values[2]
+
+
+def test_intervals_of_agreement_cover_the_true_value() -> None:
+    """Of 60 samples, at least 50 intervals contain the kappa of the population."""
+    generator = torch.Generator().manual_seed(0)
+    labels, noise = torch.randint(4, (2, 20_000), generator=generator)
+    predicted = torch.where(torch.rand(20_000, generator=generator) < 0.6, labels, noise)
+    true = evaluate_statistic(cohen_kappa_statistic(predicted, labels), 20_000)
+    covered = 0
+    for rows in torch.randperm(20_000, generator=generator)[:6000].view(60, 100):
+        some = (predicted[rows], labels[rows])
+        agreement = estimate_agreement(cohen_kappa_statistic(*some), *some)
+        assert agreement is not None
+        covered += agreement.low <= true <= agreement.high
+    assert covered >= 50
 
 
 @given(seed=SEEDS, n=st.integers(1, 60))
@@ -248,11 +327,14 @@ def test_intervals_of_a_perfect_model_have_width() -> None:
     labels = torch.arange(3).repeat_interleave(5)
     for one in (
         f1_macro(labels, labels),
+        f1_weighted(labels, labels),
+        estimate_agreement(matthews_statistic(labels, labels), labels, labels),
+        estimate_agreement(cohen_kappa_statistic(labels, labels, power=2), labels, labels),
         top_k_accuracy(torch.zeros(15)),
         mean_of_top1_and_top5(torch.zeros(15)),
         worst_group_accuracy(labels == labels, labels),
     ):
-        assert one.value == one.high == 1 and one.low < 0.9
+        assert one is not None and one.value == one.high == 1 and one.low < 0.9
 
 
 def test_interval_does_not_depend_on_block_size(

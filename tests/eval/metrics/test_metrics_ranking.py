@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,8 +18,13 @@ from eval.metrics.classes import (
     mean_average_precision,
     mean_average_precision_statistic,
     roc_auc,
+    roc_auc_macro,
+    roc_auc_macro_statistic,
+    roc_auc_one_vs_one,
+    roc_auc_one_vs_one_statistic,
     roc_auc_statistic,
 )
+from eval.metrics.intervals import Statistic, evaluate_statistic
 from eval.metrics.ranks import class_scores
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -119,6 +125,55 @@ def test_roc_auc_equals_scikit_learn(seed: int, n: int, ties: bool) -> None:
     found = roc_auc(scores[:, 0], labels[:, 0])
     assert found.value == pytest.approx(roc_auc_score(labels[:, 0], scores[:, 0]))
     assert 0 <= found.low <= found.value <= found.high <= 1 and found.low < found.high
+
+
+@given(seed=SEEDS, n=st.integers(2, 40), classes=st.integers(2, 5), ties=st.booleans())
+@settings(max_examples=50, deadline=None)
+def test_mean_areas_equal_scikit_learn(seed: int, n: int, classes: int, ties: bool) -> None:
+    from sklearn.metrics import roc_auc_score
+
+    scores, labels = some_scores(seed, n, classes, ties=ties)
+    counted = labels.any(dim=0) & ~labels.all(dim=0)
+    if counted.any():
+        area = roc_auc_macro(scores, labels)
+        oracle = roc_auc_score(labels[:, counted], scores[:, counted], average="macro")
+        assert area.value == pytest.approx(oracle)
+        assert 0 <= area.low <= area.value <= area.high <= 1
+    else:
+        with pytest.raises(DataError, match="ROC AUC"):
+            roc_auc_macro(scores, labels)
+
+    single = torch.arange(n) % classes  # every class has images, if there are enough
+    if n < classes:
+        return
+    probabilities = scores.double().softmax(dim=1)
+    truth = single if classes > 2 else (single == 1).long()
+    for mode, compute in (("ovr", roc_auc_macro), ("ovo", roc_auc_one_vs_one)):
+        given = probabilities if classes > 2 else probabilities[:, 1]
+        oracle = roc_auc_score(truth, given, average="macro", multi_class=mode)
+        assert compute(probabilities, single).value == pytest.approx(oracle)
+
+
+@pytest.mark.parametrize("statistic", [roc_auc_macro_statistic, roc_auc_one_vs_one_statistic])
+def test_mean_area_of_draws_equals_that_of_copies(statistic: Callable[[Tensor, Tensor], Statistic]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(60, 4, generator=generator)
+    labels = torch.arange(60) % 4
+    drawn = np.bincount(torch.randint(60, (60,), generator=generator).numpy(), minlength=60)[None]
+    copies = torch.from_numpy(np.repeat(np.arange(60), drawn[0]))
+    expected = evaluate_statistic(statistic(scores[copies], labels[copies]), 60)
+    assert statistic(scores, labels)(drawn)[0] == pytest.approx(expected)
+
+
+def test_mean_area_of_a_perfect_model_has_an_interval() -> None:
+    labels = torch.arange(30) % 3
+    scores = torch.nn.functional.one_hot(labels).double()
+    for area in (
+        roc_auc_macro(scores, labels),
+        roc_auc_macro(scores, scores.bool()),
+        roc_auc_one_vs_one(scores, labels),
+    ):
+        assert area.value == area.high == 1 and 0.7 < area.low < 0.99
 
 
 def test_roc_auc_of_one_class_is_rejected() -> None:

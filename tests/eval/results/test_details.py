@@ -11,10 +11,11 @@ from torch import Tensor
 
 from clipkit.errors import DataError
 from eval.datasets.dataset import EvalDataset
-from eval.metrics import class_ranks, top_classes
+from eval.metrics import Answers, class_ranks, top_classes
 from eval.metrics.classes import expected_calibration_error, top_k_accuracy
 from eval.results.details import item_details, prediction_details, zero_shot_details
 from eval.results.records import Packed, details_folder, pack_values, read_details, write_details
+from eval.tasks.classify import add_items
 
 N, C, D = 40, 7, 16
 
@@ -103,13 +104,16 @@ def test_details_of_two_classes_and_of_several_labels() -> None:
     images, weights, labels = features(2)
     details = zero_shot_details(dataset(labels, 2), images, weights, 20.0)
     assert list(details.right) == ["acc1"]
-    score = details.values["roc_auc"].tensor()
+    answers = Answers(dataset(labels, 2), images, weights, 20.0, torch.device("cpu"))
+    score = add_items(details, answers, ["acc1", "roc_auc"]).values["roc_auc"].tensor()
     assert (score > 0).equal(details.right["acc1"].tensor() == (labels == 1))
     images, weights, labels = features()
     several = torch.nn.functional.one_hot(labels, C) + torch.nn.functional.one_hot((labels + 1) % C, C)
     several[3] = 0
     details = zero_shot_details(dataset(several.bool()), images, weights, 20.0)
     assert details.class_counts == ()
+    assert details.labels is not None
+    assert details.labels.tensor().view(-1, C).equal(several.bool())
     assert all(
         example.truth is None or ("class" in example.truth and example.rank is not None)
         for example in details.examples
