@@ -71,7 +71,8 @@ class MetricKind:
     def _fits(self, name: str, task_name: str) -> bool:
         task = TASKS[task_name]
         metric = get_metric(name)
-        assert metric is not None
+        if metric is None:
+            return False
         if task.fits != "labels":
             # scores on cards are fractions
             return metric.kind == METRICS[task.metric].kind and metric.highest == 1.0
@@ -87,10 +88,12 @@ class MetricKind:
 
     def find_misfit(self, metrics: Sequence[str], tasks: Sequence[str], *, primary: bool = False) -> str:
         """Describe the first metric that applies to none of the tasks; "" if there is none."""
-        applicable = self.list_metrics(tasks, primary=primary)
         for name in metrics:
-            if name not in applicable:
-                return f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {', '.join(applicable)}"
+            metric = get_metric(name)
+            ordered = metric is not None and (metric.larger_is_better or not primary)
+            if not ordered or not any(self._fits(name, task) for task in tasks):
+                applicable = ", ".join(self.list_metrics(tasks, primary=primary))
+                return f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {applicable}"
         return ""
 
 
@@ -109,11 +112,14 @@ class Prompts(_Table, frozen=True, kw_only=True):
         source: where the prompts are from.
         templates: prompts with ``{c}``; or "folder" for those next to the images, an ``open_clip:`` list, or the
             name of another prompt set of the card.
+        negative_templates: for several labels per image, prompts that deny a class, such as "no {c}": the score of
+            a label is then the similarity with its prompts minus that with these.
         names: by class key, the names of classes that are not called by their key; or a string as for templates.
     """
 
     source: str = ""
     templates: Templates | str
+    negative_templates: tuple[Template, ...] = ()
     names: Mapping[str, Words] | str = {}
 
 
@@ -223,12 +229,14 @@ class PromptSet:
         name: the prompt set's name, such as "openai".
         class_names: by class, one name or several synonyms; names may be empty or repeated.
         templates: prompts with ``{c}`` for the class name.
+        negative_templates: prompts that deny the class.
         source: where the prompts are from.
     """
 
     name: str
     class_names: tuple[tuple[str, ...], ...]
     templates: tuple[str, ...]
+    negative_templates: tuple[str, ...]
     source: str
 
 
@@ -444,8 +452,14 @@ class Card(_Table, frozen=True, kw_only=True):
             raise DataError(
                 f"card {self.name}: prompts {prompt_set!r} use the templates next to the images, but there are none"
             )
-        source = self.prompt_sets[prompt_set].source
-        return PromptSet(name=prompt_set, class_names=class_names, templates=chosen, source=source)
+        prompts = self.prompt_sets[prompt_set]
+        return PromptSet(
+            name=prompt_set,
+            class_names=class_names,
+            templates=chosen,
+            negative_templates=prompts.negative_templates,
+            source=prompts.source,
+        )
 
     def _names(self, prompt_set: str) -> tuple[tuple[str, ...], ...] | None:
         """Return the names of each class; None if they are the dataset's own keys."""
@@ -567,6 +581,8 @@ def _find_mistake(card: Card) -> str:
             return f"further: {misfit}"
     names_of_classes: dict[str, Mapping[str, Words]] = {"aliases": card.aliases}
     for prompt_set, prompts in card.prompt_sets.items():
+        if prompts.negative_templates and not card.multilabel:
+            return f"prompts.{prompt_set}.negative_templates needs multilabel = true"
         if not isinstance(prompts.names, str):
             names_of_classes[f"prompts.{prompt_set}.names"] = prompts.names
         for field, lists in (("names", (_IMAGENET_NAMES,)), ("templates", _IMAGENET_TEMPLATES)):

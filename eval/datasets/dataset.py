@@ -121,6 +121,8 @@ class EvalDataset:
         tasks: default tasks, names of ``eval.tasks.TASKS``.
         class_names: by label; names may be empty or repeated.
         templates: prompts with ``{c}`` for the class name.
+        negative_templates: for several labels per image, prompts that deny the class; see
+            ``Subject.class_weights``.
         labels: (N,) int64; (N, C) bool for multi-label datasets; None without labels.
         captions: one or more per image; None without captions.
         choices: by image, the right caption followed by wrong ones, for compositional tasks; or None. Images with
@@ -144,6 +146,7 @@ class EvalDataset:
     tasks: tuple[str, ...]
     class_names: tuple[str, ...] = ()
     templates: tuple[str, ...] = DEFAULT_TEMPLATES
+    negative_templates: tuple[str, ...] = ()
     labels: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
     choices: tuple[tuple[str, ...], ...] | None = None
@@ -189,9 +192,20 @@ class EvalDataset:
 
     def prompts(self) -> list[list[str]]:
         """Return the prompts of each class: every template with every name."""
+        return self._fill_templates(self.templates)
+
+    def negative_prompts(self) -> list[list[str]]:
+        """Return the prompts that deny each class; [] without ``negative_templates``."""
+        return self._fill_templates(self.negative_templates) if self.negative_templates else []
+
+    def all_prompts(self) -> list[list[str]]:
+        """Return the prompts of each class, then those that deny each class."""
+        return [*self.prompts(), *self.negative_prompts()]
+
+    def _fill_templates(self, templates: Sequence[str]) -> list[list[str]]:
         prompts = []
         for names in self.synonyms or [(name,) for name in self.class_names]:
-            pairs = product(names, self.templates)
+            pairs = product(names, templates)
             prompts.append([fill_template(template, name) for name, template in pairs])
         return prompts
 
@@ -268,7 +282,14 @@ def make_distinct(names: Sequence[str]) -> list[str]:
 def prompt_with_bare_names(dataset: EvalDataset) -> EvalDataset:
     """Return the dataset with bare class names as prompts, for models with a ``ClassTable`` text tower."""
     names = tuple(make_distinct(dataset.class_names))
-    return replace(dataset, class_names=names, synonyms=None, templates=("{c}",), prompt_set="names")
+    return replace(
+        dataset,
+        class_names=names,
+        synonyms=None,
+        templates=("{c}",),
+        negative_templates=(),
+        prompt_set="names",
+    )
 
 
 def list_some(names: Sequence[str], most: int = 3) -> str:

@@ -70,6 +70,7 @@ class Target:
             synonyms=scored.synonyms,
             prompt_set=scored.prompt_set,
             templates=scored.templates,
+            negative_templates=scored.negative_templates,
             superclasses=scored.superclasses,
         )
 
@@ -398,5 +399,6 @@ def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) 
         synonyms=prompt_set.class_names if several else None,
         superclasses=card.list_superclasses(dataset.class_names),
         templates=prompt_set.templates,
+        negative_templates=prompt_set.negative_templates,
         prompt_set=prompt_set.name,
     )

@@ -9,7 +9,7 @@ candidate counts as wrong, except among classes, where the lower index comes fir
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, Literal, Never, TypeVar
 
@@ -98,13 +98,12 @@ class Metric(Generic[Inputs]):
             undefined for them.
         chance: its value for random guessing; None if that is not a single number.
         title: name on pages and in tables; by default the key with spaces.
-        has_interval: whether its estimate has a 95% interval.
         larger_is_better: False for ranks, errors and perplexity.
         highest: upper bound; the lower one is 0, or -1 for agreement beyond chance. None for ranks and perplexity,
             which start at 1.
         least: minimum number of classes or candidates for it to be meaningful.
         most: maximum number of classes for which it is defined.
-        by_default: whether classification reports it if the card names no metric.
+        by_default: whether retrieval reports it, and classification if the card names no metric.
         needs_probabilities: whether it needs logits; votes and ridge scores are not.
         needs_superclasses: whether the card must define superclasses.
         column: the metadata column that it needs; "" for none.
@@ -123,7 +122,6 @@ class Metric(Generic[Inputs]):
     function: Callable[[Inputs], Estimate | None]
     chance: Callable[[Inputs], float | None] = lambda _: None
     title: str = ""
-    has_interval: bool = True
     larger_is_better: bool = True
     highest: float | None = 1.0
     least: int = 1
@@ -273,33 +271,55 @@ def _anchors(*, nearby: bool, title: str) -> Metric[Answers]:
     )
 
 
-def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
-    def recall(k: int) -> Metric[Directions]:
-        return Metric(
-            kind="retrieval",
-            function=lambda directions: directions[direction].recall(k),
-            chance=lambda directions: directions[direction].chance(k),
-            title=f"{direction.replace('_', ' ')} R@{k}",
-            least=1 if k == 1 else k + 1,
-        )
+def _recall(direction: str, k: int, *, by_default: bool = False) -> Metric[Directions]:
+    return Metric(
+        kind="retrieval",
+        function=lambda directions: directions[direction].recall(k),
+        chance=lambda directions: directions[direction].chance(k),
+        title=f"{direction.replace('_', ' ')} R@{k}",
+        least=1 if k == 1 else k + 1,
+        by_default=by_default,
+    )
 
+
+def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
     def rank(function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
         return Metric(
             kind="retrieval",
             function=lambda directions: function(directions[direction].ranks, directions[direction].weight),
             larger_is_better=False,
             highest=None,
+            by_default=True,
         )
 
-    metrics = {f"R@{k}": recall(k) for k in (1, 5, 10)}
+    metrics = {f"R@{k}": _recall(direction, k, by_default=True) for k in (1, 5, 10)}
     metrics |= {"mean_rank": rank(pairs.mean_rank), "median_rank": rank(pairs.median_rank)}
     return {f"{direction}_{name}": metric for name, metric in metrics.items()}
 
 
-def _mean_recall(directions: Directions) -> Estimate:
-    """Return ``mean_R@1``, by which DataComp ranks models; the directions are dependent, so it has no interval."""
-    first, second = (directions[direction].recall(1) for direction in DIRECTIONS)
-    return replace(first, value=(first.value + second.value) / 2)
+def _mean_recall(*ks: int, by_default: bool = False) -> Metric[Directions]:
+    """Return the mean over both directions and some k; its interval and tests resample images with captions."""
+
+    def items(directions: Directions) -> Tensor:
+        return pairs.mean_recall_items(directions["image_to_text"], directions["text_to_image"], ks)
+
+    def estimate(directions: Directions) -> Estimate:
+        rows = items(directions)
+        return intervals.estimate_statistic(pairs.mean_recall_statistic(rows), len(rows), trials=len(rows))
+
+    def chance(directions: Directions) -> float:
+        recalls = [directions[direction].chance(k) for direction in DIRECTIONS for k in ks]
+        return sum(recalls) / len(recalls)
+
+    return Metric(
+        kind="retrieval",
+        function=estimate,
+        chance=chance,
+        least=1 if ks == (1,) else max(ks) + 1,
+        by_default=by_default,
+        item_values=items,
+        item_statistic=lambda values, _: pairs.mean_recall_statistic(values),
+    )
 
 
 def _accuracy(correct: Callable[[Choices], Tensor | None]) -> Metric[Choices]:
@@ -433,12 +453,8 @@ METRICS: Mapping[str, Metric[Never]] = {
     "pm10": _anchors(nearby=True, title="top-1 of all frames near an anchor"),
     **_retrieval("image_to_text"),
     **_retrieval("text_to_image"),
-    "mean_R@1": Metric[Directions](
-        kind="retrieval",
-        function=_mean_recall,
-        chance=lambda directions: sum(directions[direction].chance(1) for direction in DIRECTIONS) / 2,
-        has_interval=False,
-    ),
+    "mean_R@1": _mean_recall(1, by_default=True),
+    "mean_recall": _mean_recall(1, 5, 10),
     "cider_d": Metric[Descriptions](
         kind="captioning",
         function=captions.mean_cider_d,
@@ -483,8 +499,8 @@ METRICS: Mapping[str, Metric[Never]] = {
 def get_metric(name: str) -> Metric[Never] | None:
     """Return the entry of a metric, or None.
 
-    Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata, and
-    ``jaccard_N`` for cues with N candidates.
+    Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata,
+    ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, and ``jaccard_N`` for cues with N candidates.
     """
     if name in METRICS:
         return METRICS[name]
@@ -496,7 +512,11 @@ def get_metric(name: str) -> Metric[Never] | None:
             kind="one-label",
             function=lambda answers: classes.worst_group_accuracy(answers.ranks < k, answers.group(column)),
             least=1 if k == 1 else k + 1,
+            column=column,
         )
+    match = re.fullmatch(r"(image_to_text|text_to_image)_R@([1-9]\d{0,5})", name)
+    if match:
+        return _recall(match[1], int(match[2]))
     match = re.fullmatch(r"jaccard_(\d{1,9})", name)
     if match:
         return _jaccard(int(match[1]), int(match[1]))

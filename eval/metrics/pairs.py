@@ -5,6 +5,7 @@ When choosing between captions, ties and NaN count as wrong.
 Dimensions: Q queries, N images, K wrong captions, I items (pairs of images or cues), M candidates, G groups.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from eval.metrics.intervals import (
     Estimate,
     Floats,
     Ints,
+    Statistic,
     bootstrap_interval,
     coin_probabilities,
     estimate_proportion,
@@ -126,22 +128,56 @@ class Direction:
         weight: (Q,) int64, the number of copies of each query.
         right: (Q,) int64, the number of right candidates.
         candidates: number of candidates.
-        cluster: (Q,) int64, groups of dependent queries; None if all are independent.
+        image: (Q,) int64, the image of each query, or its first one.
+        independent: whether no two queries are captions of one image.
     """
 
     ranks: Tensor
     weight: Tensor
     right: Tensor
     candidates: int
-    cluster: Tensor | None = None
+    image: Tensor
+    independent: bool = True
 
     def recall(self, k: int) -> Estimate:
-        return recall_at_k(self.ranks, k, self.weight, cluster=self.cluster)
+        return recall_at_k(self.ranks, k, self.weight, cluster=None if self.independent else self.image)
 
     def chance(self, k: int) -> float:
         """Return R@k of candidates in random order."""
         each = chance_of_recall(self.right, self.candidates, k) * self.weight
         return float(each.sum() / self.weight.sum())
+
+
+def mean_recall_items(image_to_text: Direction, text_to_image: Direction, ks: Sequence[int]) -> Tensor:
+    """Return the part of each image in ``mean_recall_statistic``, (N, 3) float64.
+
+    The columns are, as means over k: whether a caption of the image is among the first k; for how many of its
+    captions it is among the first k; and the number of its captions.
+    """
+    columns = []
+    for direction in (image_to_text, text_to_image):
+        found = torch.stack([direction.ranks < k for k in ks]).double().mean(dim=0) * direction.weight  # (Q,)
+        zeros = torch.zeros(len(image_to_text.ranks), dtype=torch.float64)
+        columns.append(zeros.index_add(0, direction.image, found))
+    columns.append(zeros.index_add(0, text_to_image.image, text_to_image.weight.double()))
+    return torch.stack(columns, dim=1)
+
+
+def mean_recall_statistic(items: Tensor) -> Statistic:
+    """Return the mean of recalls in both directions as a statistic of the drawn images, with their captions.
+
+    Args:
+        items: (N, 3) of ``mean_recall_items``.
+    """
+    images, captions, counts = items.double().numpy().T
+
+    def mean(drawn: Ints) -> Floats:
+        total = drawn @ counts
+        of_captions = np.divide(drawn @ captions, total, out=np.full(len(drawn), np.nan), where=total > 0)
+        result: Floats = (drawn @ images / drawn.sum(axis=1) + of_captions) / 2
+        return result
+
+    return mean
 
 
 @dataclass(frozen=True, kw_only=True)

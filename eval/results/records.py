@@ -556,7 +556,7 @@ def provenance(model: CLIP, dataset: EvalDataset, *, weights: str) -> dict[str, 
 
     Call it under the autocast that the model was scored with. ``weights`` is as ``weights_id`` names them.
     """
-    prompts = dataset.prompts()
+    prompts = dataset.all_prompts()
     choices = [caption for several in dataset.choices or () for caption in several]
     captions = [caption for several in dataset.caption_prompts() for caption in several]
     try:

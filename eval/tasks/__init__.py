@@ -152,7 +152,7 @@ class Task:
     summary: str
     function: str
     fits: Literal["labels", "captions", "choices"]
-    texts: Literal["prompts", "caption_prompts", "all_captions", ""] = ""
+    texts: Literal["prompts", "all_prompts", "caption_prompts", "all_captions", ""] = ""
     metric: str
     uses_prompts: bool = False
     learns: bool = False
@@ -219,7 +219,7 @@ TASKS: Mapping[str, Task] = {
         summary="classify images by the prompts of their class names",
         function="eval.tasks.classify:zero_shot",
         fits="labels",
-        texts="prompts",
+        texts="all_prompts",
         metric="acc1",
         uses_prompts=True,
         depends_on=("dims",),

@@ -80,6 +80,8 @@ def likelihood(subject: Subject, options: Options) -> Outcome:
     """
     report_classes(subject)
     dataset = subject.dataset
+    if dataset.negative_templates:
+        raise DataError(f"dataset {dataset.name}: negative_templates are for zero-shot, not for likelihood")
     model = subject.encoder.model
     prompts = dataset.prompts()
     tokens = model.tokenizer(list(chain.from_iterable(prompts)))  # (P, L)

@@ -10,13 +10,15 @@ Dimensions: N images, T distinct captions, D embedding dimension, P pairs, Q que
 """
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from itertools import chain
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from eval.datasets.dataset import require_captions
-from eval.metrics import DIRECTIONS, METRICS, Direction, match_ranks
+from eval.metrics import METRICS, Direction, Metric, get_metric, match_ranks
 from eval.results.details import retrieval_details
 from eval.tasks import Options
 from eval.tasks.classify import report_captions
@@ -51,22 +53,20 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
             once,
             right=torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]]),
             candidates=total,
+            image=torch.arange(len(dataset)),
         ),
         "text_to_image": Direction(
             match_ranks(texts, images, by_text),
             text_counts,
             right=torch.bincount(by_text[:, 0]),
             candidates=len(dataset),
-            cluster=first if total > len(dataset) else None,
+            image=first,
+            independent=total <= len(dataset),
         ),
     }
-    names = []
-    for name, metric in METRICS.items():
-        candidates = [directions[way].candidates for way in DIRECTIONS if name.startswith(way)]
-        if metric.kind == "retrieval" and metric.least <= min(candidates, default=total):
-            names.append(name)
+    metrics = _choose_metrics(subject, directions)
     prompt_set = dataset.caption_prompt_set
-    scores = metric_scores(dataset, names, directions, task="retrieval", prompt_set=prompt_set)
+    scores = metric_scores(dataset, metrics, directions, task="retrieval", prompt_set=prompt_set)
     facts = {"equal_images": _count_equal_images(subject)}
     if not options.details:
         return Outcome(scores=scores, facts=facts)
@@ -74,8 +74,12 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     values: dict[str, Tensor] = {}
     for way, direction in directions.items():
         ranks = direction.ranks.repeat_interleave(direction.weight)  # (Q,) from 0
-        right |= {f"{way}_R@{k}": ranks < k for k in (1, 5, 10)}
+        ks = [int(name.rpartition("@")[2]) for name in metrics if name.startswith(f"{way}_R@")]
+        right |= {f"{way}_R@{k}": ranks < k for k in {1, *ks}}
         values[f"{way}_mean_rank"] = (ranks + 1).float()
+    for name, metric in metrics.items():
+        if metric.item_values is not None:
+            values[name] = metric.item_values(directions).flatten()
     details = retrieval_details(
         dataset,
         subject.images().projected,
@@ -87,6 +91,21 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
         seed=options.seed,
     )
     return Outcome(scores=scores, details=[details], facts=facts)
+
+
+def _choose_metrics(
+    subject: Subject, directions: Mapping[str, Direction]
+) -> dict[str, Metric[Mapping[str, Direction]]]:
+    """Return the default metrics and those of the card that are meaningful for the number of candidates."""
+    defaults = [name for name, metric in METRICS.items() if metric.by_default]
+    chosen = {}
+    for name in dict.fromkeys((*defaults, *subject.metrics)):
+        metric = cast(Metric[Mapping[str, Direction]] | None, get_metric(name))
+        candidates = [direction.candidates for way, direction in directions.items() if name.startswith(way)]
+        fewest = min(candidates or [direction.candidates for direction in directions.values()])
+        if metric is not None and metric.kind == "retrieval" and metric.least <= fewest:
+            chosen[name] = metric
+    return chosen
 
 
 def _count_equal_images(subject: Subject) -> int:

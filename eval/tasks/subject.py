@@ -56,8 +56,8 @@ def metric_scores(
                 metric=name,
                 value=estimate.value,
                 n=estimate.n,
-                low=estimate.low if metric.has_interval else None,
-                high=estimate.high if metric.has_interval else None,
+                low=estimate.low,
+                high=estimate.high,
                 chance=metric.chance(inputs),
             )
             scores.append(score)
@@ -177,10 +177,15 @@ class Subject:
         return self.encoder.texts(texts)
 
     def class_weights(self) -> Tensor:
-        """Return the zero-shot classifier of the dataset's prompts, (D, C) float32, unit columns."""
-        return self.encoder.classifier(
-            self.dataset.prompts(), description=f"the class names of dataset {self.dataset.name}"
-        )
+        """Return the zero-shot classifier of the dataset's prompts, (D, C) float32.
+
+        Columns have unit norm, except with prompts that deny a class: the difference of both ranks images like
+        the softmax over the two (CheXzero; Tiu et al. 2022, https://doi.org/10.1038/s41551-022-00936-9).
+        """
+        described = f"the class names of dataset {self.dataset.name}"
+        weights = self.encoder.classifier(self.dataset.prompts(), description=described)
+        denying = self.dataset.negative_prompts()
+        return weights - self.encoder.classifier(denying, description=described) if denying else weights
 
     def warn(self, message: str) -> None:
         """Log a warning about the dataset on rank 0, once per process, as a training scores it many times."""

@@ -24,8 +24,11 @@ from data.pack import pack
 from data.shards.writer import DatasetWriter, Record
 from eval import Encoder, Ranks, Subject
 from eval.features.encoder import dtype_name
+from eval.metrics.intervals import evaluate_statistic
+from eval.metrics.pairs import mean_recall_statistic
 from eval.results.records import Score, read_results
 from eval.results.table import read_table
+from eval.tasks import TASKS, Options
 from tests.eval.conftest import png
 
 WriteDataset = Callable[..., Path]
@@ -153,7 +156,13 @@ def test_retrieval_equals_plain_loop(model: CLIP, write_dataset: WriteDataset) -
     texts = clipkit.encode_text([caption for _, caption in listed], model)
     similarity = images @ texts.T  # (12, 25)
     right = torch.tensor([[caption in own for _, caption in listed] for own in dataset.captions])
-    for k in (1, 5, 10):
+    subject = Subject(
+        Encoder(model), dataset, metrics=("image_to_text_R@3", "text_to_image_R@3", "mean_recall")
+    )
+    outcome = TASKS["retrieval"].run(subject, Options(details=True))
+    assert scores.items() <= by_metric(outcome.scores).items()
+    scores = by_metric(outcome.scores)
+    for k in (1, 3, 5, 10):
         for name, values, mask in (
             ("image_to_text", similarity, right),
             ("text_to_image", similarity.T, right.T),
@@ -167,7 +176,17 @@ def test_retrieval_equals_plain_loop(model: CLIP, write_dataset: WriteDataset) -
         ranks = (values > values.masked_fill(~mask, -9).amax(dim=1, keepdim=True)).sum(dim=1) + 1
         assert scores[f"{name}_mean_rank"].value == pytest.approx(ranks.double().mean().item())
         assert scores[f"{name}_median_rank"].value == ranks.double().quantile(0.5).item()
-    assert len(scores) == 11
+    assert len(scores) == 14
+    (details,) = outcome.details
+    for name, ks in (("mean_R@1", (1,)), ("mean_recall", (1, 5, 10))):
+        mean = scores[name]
+        parts = [scores[f"{way}_R@{k}"] for way in ("image_to_text", "text_to_image") for k in ks]
+        assert mean.value == pytest.approx(sum(part.value for part in parts) / len(parts))
+        assert mean.chance == pytest.approx(sum(part.chance or 0 for part in parts) / len(parts))
+        assert mean.low is not None and mean.high is not None and mean.low < mean.value < mean.high
+        items = details.values[name].tensor().view(12, 3)
+        assert evaluate_statistic(mean_recall_statistic(items), 12) == pytest.approx(mean.value)
+    assert details.right["text_to_image_R@3"].tensor().double().mean() == scores["text_to_image_R@3"].value
 
 
 def test_chance_of_plain_pairs_is_k_over_n(model: CLIP, write_dataset: WriteDataset) -> None:

@@ -18,13 +18,16 @@ import pytest
 import torch
 import webdataset
 from PIL import Image
+from sklearn.metrics import roc_auc_score
 from torch import Tensor
 
+import clipkit
 from clipkit import CLIP
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from data.options import PackOptions
 from data.pack import pack
 from eval import Encoder, Subject, evaluate, open_dataset
+from eval.tasks import TASKS, Options
 from tests.eval.conftest import CLASSES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of CLIP_benchmark
@@ -139,6 +142,36 @@ def test_multi_label_map_equals_clip_benchmark(
     theirs = twins.theirs_says(folder, "zeroshot_classification", monkeypatch)
     assert ours["mean_average_precision"] == pytest.approx(theirs["mean_average_precision"], abs=CLOSE)
     assert abs(ours["map_11_point"] - theirs["mean_average_precision"]) > CLOSE  # a different definition
+
+
+def test_findings_with_positive_and_negative_prompts_equal_softmax_of_each_pair(
+    twins: Twins, tmp_path: Path
+) -> None:
+    """CheXzero's protocol, computed by hand: the softmax over "X" and "no X" ranks the images of a finding."""
+    rows = (np.random.default_rng(5).random((50, len(CLASSES))) < 0.3).astype(np.int64)
+    folder = publish(tmp_path / "set", [{"npy": row} for row in rows], "multilabel")
+    dataset = replace(open_dataset(folder), templates=("{c}",), negative_templates=("no {c}", "without {c}"))
+    subject = Subject(Encoder(twins.ours), dataset, metrics=("roc_auc_macro", "mean_average_precision"))
+    outcome = TASKS["zero-shot"].run(subject, Options(details=True))
+    scores = {score.metric: score for score in outcome.scores}
+    assert list(scores) == ["roc_auc_macro", "mean_average_precision"]
+
+    images = subject.images().projected
+    names = dataset.class_names
+    positive = clipkit.encode_text(names, twins.ours)
+    denying = [
+        clipkit.encode_text([f"{word} {name}" for name in names], twins.ours) for word in ("no", "without")
+    ]
+    negative = torch.nn.functional.normalize(torch.stack(denying).mean(dim=0), dim=1)
+    logits = torch.stack([images @ positive.T, images @ negative.T]).double()  # (2, N, C)
+    probabilities = logits.softmax(dim=0)[0]
+    area = scores["roc_auc_macro"]
+    assert area.value == pytest.approx(roc_auc_score(rows, probabilities, average="macro"), abs=1e-3)
+    assert area.low is not None and area.low < area.value and area.chance == 0.5
+    plain = roc_auc_score(rows, images @ positive.T, average="macro")
+    assert abs(area.value - plain) > 0.01  # the negative prompts matter
+    (details,) = outcome.details
+    assert details.values["roc_auc_macro"].n == rows.size
 
 
 def test_retrieval_recall_equals_clip_benchmark(

@@ -409,7 +409,11 @@ names = { cat = ["cat", "kitten"] }
         ("[splits]", "[splits", "is not TOML"),
         ("metric", "metrik", "unknown field `metrik`"),
         ('"acc1"', '"acc_1"', "metric: 'acc_1' does not apply to zero-shot; metrics that do: acc1, mean_per"),
-        ('"acc1"', '"accuracy"', r"metric: 'accuracy' does not apply to zero-shot; .*, roc_auc$"),
+        (
+            '"acc1"',
+            '"accuracy"',
+            r"metric: 'accuracy' does not apply to zero-shot; .*, roc_auc_one_vs_one$",
+        ),
         ('"acc1"', '["acc1"]', r"Expected `str`, got `array` - at `\$.metric`"),
         ('"acc1"', '"worst_region_acc1"', "metric: 'worst_region_acc1' does not apply to zero-shot"),
         ('"acc1"', '"acc1"\nfurther = ["map_11_point"]', "further: 'map_11_point' does not apply to zero"),
@@ -559,3 +563,19 @@ def test_unknown_names_suggest_the_nearest(tmp_path: Path) -> None:
         read_card(tmp_path / "none.toml")
     with pytest.raises(DataError, match="no card for dataset"):
         load_card("../datasets/pets")
+
+
+def test_negative_prompts_need_several_labels(tmp_path: Path) -> None:
+    text = 'title = "X-rays"\ntasks = ["zero-shot"]\nmetric = "{}"\nkeys = ["edema", "mass"]\n{}\n'
+    text += '[prompts.pairs]\ntemplates = ["{{c}}"]\nnegative_templates = ["no {{c}}"]\n'
+    (tmp_path / "card.toml").write_text(text.format("roc_auc_macro", "multilabel = true"))
+    prompts = read_card(tmp_path / "card.toml").prompts("pairs", ["mass", "edema"])
+    assert prompts.negative_templates == ("no {c}",)
+    (tmp_path / "card.toml").write_text(text.format("roc_auc", ""))
+    with pytest.raises(DataError, match=r"prompts\.pairs\.negative_templates needs multilabel = true"):
+        read_card(tmp_path / "card.toml")
+    (tmp_path / "card.toml").write_text(
+        text.format("roc_auc_macro", "multilabel = true").replace("no {c}", "no")
+    )
+    with pytest.raises(DataError, match="negative_templates"):
+        read_card(tmp_path / "card.toml")
