@@ -228,9 +228,25 @@ class DataConfig(Section):
     crop_scale: float = setting(
         0.9, "Minimum area of a random crop as a fraction of the image; 1: center crop.", above(0, at_most=1)
     )
+    crop_aspect: float = setting(
+        4 / 3,
+        "Largest ratio of the sides of a random crop, width to height and height to width.",
+        between(1, 100),
+    )
     flip: float = setting(
         0.0,
         "Probability of a horizontal flip; unsuitable if captions distinguish left from right.",
+        between(0, 1),
+    )
+    vertical_flip: float = setting(
+        0.0,
+        "Probability of a vertical flip, for images without an up, such as those from above.",
+        between(0, 1),
+    )
+    rotate90: float = setting(
+        0.0,
+        "Probability of a rotation by 90, 180 or 270 degrees, one as likely as another; with 0.75, all four "
+        "orientations are.",
         between(0, 1),
     )
     color_jitter: float = setting(
@@ -239,6 +255,9 @@ class DataConfig(Section):
         between(0, 2),
     )
     grayscale: float = setting(0.0, "Probability of converting an image to grayscale.", between(0, 1))
+    blur: float = setting(
+        0.0, "Probability of a Gaussian blur with a standard deviation of 0.1 to 2 pixels.", between(0, 1)
+    )
     scaled_decode: bool = setting(
         False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )

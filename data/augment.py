@@ -1,4 +1,4 @@
-"""Random crops, flips and color changes of training images: a function of (seed, epoch, sample id)."""
+"""Random changes of training images, such as crops and flips: a function of (seed, epoch, sample id)."""
 
 import math
 import os
@@ -24,12 +24,12 @@ from clipkit.samples import (
     parse_pixel_range,
 )
 
-_ASPECT = (3 / 4, 4 / 3)
 _TRIES = 10  # random crops tried before the center crop is used
 _REDUCTIONS = (8, 4, 2)  # factors by which JPEGs can be decoded smaller
 _MARGIN = 2  # minimum side of the crop after scaled decoding, in units of the output side
 _JITTERED = 0.8  # fraction of images with changed colors
-_HUE = 0.25  # of color_jitter, as a fraction of the color circle (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
+_BLUR = (0.1, 2.0)  # standard deviation in pixels (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
+_HUE = 0.25  # of color_jitter, as a fraction of the color circle (Chen et al. 2020)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,19 +38,27 @@ class Augmentation:
 
     Attributes:
         crop_scale: smallest fraction of the area that a random crop covers; 1 takes the center square.
+        crop_aspect: largest ratio of the sides of a random crop, in both directions.
         flip: probability of mirroring.
+        vertical_flip: probability of turning the image upside down.
+        rotate90: probability of a rotation by 90, 180 or 270 degrees.
         color_jitter: largest relative change of brightness, contrast and saturation, applied to 4 of 5
             images; the hue shifts by up to a quarter of it, as a fraction of the color circle.
         grayscale: probability of conversion to grayscale.
+        blur: probability of a Gaussian blur.
         scaled_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size if the crop remains at least twice as large as
             the output. The crop is rounded to pixels of the smaller image, which moves it by at most a quarter of
             an output pixel. Values differ by 0.7 of 255 on average (bench/decode.py).
     """
 
     crop_scale: float = DataConfig.crop_scale
+    crop_aspect: float = DataConfig.crop_aspect
     flip: float = DataConfig.flip
+    vertical_flip: float = DataConfig.vertical_flip
+    rotate90: float = DataConfig.rotate90
     color_jitter: float = DataConfig.color_jitter
     grayscale: float = DataConfig.grayscale
+    blur: float = DataConfig.blur
     scaled_decode: bool = DataConfig.scaled_decode
 
     @classmethod
@@ -94,12 +102,18 @@ class Recipe:
         mirrored: whether to flip it.
         colors: factors of brightness, contrast and saturation, and the hue shift; None for no change.
         gray: whether to convert it to grayscale.
+        upside_down: whether to flip it vertically.
+        turns: number of rotations by 90 degrees, counterclockwise.
+        blur: standard deviation of the Gaussian in pixels; 0 for none.
     """
 
     box: _Box
     mirrored: bool
     colors: tuple[float, float, float, float] | None
     gray: bool
+    upside_down: bool
+    turns: int
+    blur: float
 
 
 def preload(augmentation: Augmentation) -> None:
@@ -108,7 +122,7 @@ def preload(augmentation: Augmentation) -> None:
     from PIL import Image
 
     Image.init()
-    if augmentation.color_jitter or augmentation.grayscale:
+    if augmentation.color_jitter or augmentation.grayscale or augmentation.blur:
         from torchvision.transforms.v2 import functional  # noqa: F401
 
 
@@ -133,9 +147,9 @@ def training_pixels(
     out: Tensor,
     decoding: Decoding | None = None,
 ) -> Traits:
-    """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased bicubic resizing, flip, colors.
+    """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased bicubic resizing, then the changes.
 
-    The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio between 3:4 and 4:3
+    The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio of at most ``crop_aspect``
     (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square.
 
     Args:
@@ -181,7 +195,7 @@ def training_pixels(
 
 def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.random.Generator) -> Recipe:
     """Draw the random changes for an image of this size; disabled options draw no random numbers."""
-    box = _crop(height, width, augmentation.crop_scale, random)
+    box = _crop(height, width, augmentation.crop_scale, augmentation.crop_aspect, random)
     mirrored = bool(augmentation.flip) and random.random() < augmentation.flip
     strength = augmentation.color_jitter
     colors = None
@@ -191,7 +205,16 @@ def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.
         brightness, contrast, saturation = (random.uniform(low, high) for _ in range(3))
         colors = brightness, contrast, saturation, random.uniform(-1, 1) * _HUE * strength
     gray = bool(augmentation.grayscale) and random.random() < augmentation.grayscale
-    return Recipe(box=box, mirrored=mirrored, colors=colors, gray=gray)
+    upside_down = bool(augmentation.vertical_flip) and random.random() < augmentation.vertical_flip
+    turns = 0
+    if augmentation.rotate90 and random.random() < augmentation.rotate90:
+        turns = int(random.integers(1, 4))
+    blur = 0.0
+    if augmentation.blur and random.random() < augmentation.blur:
+        blur = random.uniform(*_BLUR)
+    return Recipe(
+        box=box, mirrored=mirrored, colors=colors, gray=gray, upside_down=upside_down, turns=turns, blur=blur
+    )
 
 
 def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
@@ -204,7 +227,7 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 
 
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
-    """Resize, flip and recolor a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
+    """Resize, flip, rotate, recolor and blur a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
     if crop.shape[1:] != out.shape:
         source = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
@@ -214,7 +237,11 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
     pixels = crop[0]  # (3, S, S)
     if recipe.mirrored:
         pixels = pixels.flip(-1)
-    if recipe.colors is not None or recipe.gray:
+    if recipe.upside_down:
+        pixels = pixels.flip(-2)
+    if recipe.turns:
+        pixels = pixels.rot90(recipe.turns, (-2, -1))
+    if recipe.colors is not None or recipe.gray or recipe.blur:
         from torchvision.transforms.v2 import functional
 
         if recipe.colors is not None:
@@ -225,22 +252,27 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
             pixels = functional.adjust_hue(pixels, hue)
         if recipe.gray:
             pixels = functional.rgb_to_grayscale(pixels, num_output_channels=3)
+        if recipe.blur:
+            radius = min(math.ceil(3 * recipe.blur), pixels.shape[-1] - 1)
+            pixels = functional.gaussian_blur(pixels, [2 * radius + 1] * 2, [recipe.blur] * 2)
     out.copy_(pixels)
 
 
-def _crop(height: int, width: int, crop_scale: float, random: np.random.Generator) -> _Box:
+def _crop(
+    height: int, width: int, crop_scale: float, crop_aspect: float, random: np.random.Generator
+) -> _Box:
     """Draw a crop; after ``_TRIES`` invalid draws, use the largest center crop of an allowed aspect ratio."""
     if crop_scale < 1:
         for _ in range(_TRIES):
             area = height * width * random.uniform(crop_scale, 1.0)
-            aspect = math.exp(random.uniform(math.log(_ASPECT[0]), math.log(_ASPECT[1])))
+            aspect = math.exp(random.uniform(math.log(1 / crop_aspect), math.log(crop_aspect)))
             crop_width = round(math.sqrt(area * aspect))
             crop_height = round(math.sqrt(area / aspect))
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 top = int(random.integers(height - crop_height + 1))
                 left = int(random.integers(width - crop_width + 1))
                 return top, left, crop_height, crop_width
-        low, high = _ASPECT
+        low, high = 1 / crop_aspect, crop_aspect
     else:
         low = high = 1.0
     crop_height = min(height, round(width / low))

@@ -66,9 +66,13 @@ def configs(draw: st.DrawFn) -> Config:
             workers=draw(st.integers(0, 512)),
             window=draw(st.integers(1, 2**40)),
             crop_scale=draw(share.filter(bool)),
+            crop_aspect=draw(st.floats(1, 100)),
             flip=draw(share),
+            vertical_flip=draw(share),
+            rotate90=draw(share),
             color_jitter=draw(share),
             grayscale=draw(share),
+            blur=draw(share),
             max_bad=draw(share),
         ),
         optim=OptimConfig(

@@ -2,6 +2,7 @@
 
 import io
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from torchvision.transforms.v2 import InterpolationMode, functional
 from clipkit.errors import DataError
 from clipkit.samples.decode import Decoded, decode_image, decode_pixels
 from clipkit.samples.traits import Decoding, Traits
-from data.augment import Augmentation, _crop, empty_batch, random_of, training_pixels
+from data.augment import Augmentation, _crop, draw_recipe, empty_batch, random_of, training_pixels
 from tests.clipkit.made_images import DEEP, IMAGES, encoded, image_file, scene
 
 sides = st.integers(1, 3000)
 scales = st.floats(0.01, 1.0)
+ASPECT = 4 / 3
 
 
 def row(data: bytes, seed: int, *, image_size: int = 32, **options: Any) -> torch.Tensor:
@@ -49,7 +51,7 @@ def random_image(height: int, width: int, seed: int = 0) -> npt.NDArray[np.uint8
 @settings(deadline=None, max_examples=300)
 @given(height=sides, width=sides, scale=scales, seed=st.integers(0, 2**32))
 def test_crop_is_inside_the_image(height: int, width: int, scale: float, seed: int) -> None:
-    top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
+    top, left, crop_height, crop_width = _crop(height, width, scale, ASPECT, random_of(seed))
     assert 1 <= crop_height <= height - top and 1 <= crop_width <= width - left
     assert top >= 0 and left >= 0
 
@@ -59,7 +61,7 @@ def test_crop_is_inside_the_image(height: int, width: int, scale: float, seed: i
 def test_crop_has_at_least_the_area_and_aspect_ratio_of_the_settings(
     height: int, width: int, scale: float, seed: int
 ) -> None:
-    _, _, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
+    _, _, crop_height, crop_width = _crop(height, width, scale, ASPECT, random_of(seed))
     rounding = 1 / min(crop_height, crop_width)
     aspect = crop_width / crop_height
     if scale < 1:
@@ -84,7 +86,7 @@ def test_crop_has_at_least_the_area_and_aspect_ratio_of_the_settings(
     ],
 )
 def test_crop_without_randomness(height: int, width: int, scale: float, expected: tuple[int, ...]) -> None:
-    assert _crop(height, width, scale, random_of(0)) == expected
+    assert _crop(height, width, scale, ASPECT, random_of(0)) == expected
 
 
 @pytest.mark.parametrize("scale", [0.1, 0.9, 1.0])
@@ -93,7 +95,7 @@ def test_crop_equals_torchvision(height: int, width: int, scale: float) -> None:
     image = random_image(height, width)
     for seed in range(5):
         got = transform(image, seed, crop_scale=scale)
-        top, left, crop_height, crop_width = _crop(height, width, scale, random_of(seed))
+        top, left, crop_height, crop_width = _crop(height, width, scale, ASPECT, random_of(seed))
         expected = functional.resized_crop(
             torch.from_numpy(image).permute(2, 0, 1),
             top, left, crop_height, crop_width, [32, 32],
@@ -111,7 +113,7 @@ def test_crop_of_the_target_size_is_not_resized() -> None:
 
 def test_distribution_of_crops() -> None:
     size, scale = 1000, 0.5
-    crops = np.array([_crop(size, size, scale, random_of(seed)) for seed in range(4000)])
+    crops = np.array([_crop(size, size, scale, ASPECT, random_of(seed)) for seed in range(4000)])
     area = crops[:, 2] * crops[:, 3] / size**2
     assert area.min() >= scale * 0.99
     assert abs(np.log(crops[:, 3] / crops[:, 2]).mean()) < 0.02  # wide as often as tall
@@ -132,8 +134,19 @@ def test_disabled_options_draw_no_random_numbers() -> None:
     image = random_image(40, 50)
     for seed in range(20):
         plain = transform(image, seed)
-        assert torch.equal(plain, transform(image, seed, flip=0.0, color_jitter=0.0, grayscale=0.0))
+        none = {
+            "flip": 0.0,
+            "vertical_flip": 0.0,
+            "rotate90": 0.0,
+            "color_jitter": 0.0,
+            "grayscale": 0.0,
+            "blur": 0.0,
+        }
+        assert torch.equal(plain, transform(image, seed, **none))
         assert torch.equal(plain.flip(-1), transform(image, seed, flip=1.0))  # the same crop, mirrored
+        assert torch.equal(plain.flip(-2), transform(image, seed, vertical_flip=1.0))
+        turned = transform(image, seed, rotate90=1.0)
+        assert any(torch.equal(plain.rot90(turns, (1, 2)), turned) for turns in (1, 2, 3))
 
 
 def test_rates_of_flipped_and_grayscale_images() -> None:
@@ -148,6 +161,71 @@ def test_rates_of_flipped_and_grayscale_images() -> None:
         assert is_flipped or torch.equal(out, expected)
         flipped, grey = flipped + is_flipped, grey + is_grey
     assert abs(flipped / 400 - 0.3) < 0.08 and abs(grey / 400 - 0.2) < 0.07
+
+
+def test_all_orientations_are_equally_likely() -> None:
+    image = random_image(32, 32)
+    plain = torch.from_numpy(image).permute(2, 0, 1)
+    orientations = {}
+    for turns in range(4):
+        for flipped in (False, True):
+            turned = plain.flip(-2) if flipped else plain
+            orientations[turned.rot90(turns, (1, 2)).numpy().tobytes()] = (turns, flipped)
+    counts = Counter(
+        orientations[
+            transform(image, seed, crop_scale=1.0, rotate90=0.75, vertical_flip=0.5).numpy().tobytes()
+        ]
+        for seed in range(1600)
+    )
+    chi_square = sum((counts[orientation] - 200) ** 2 / 200 for orientation in orientations.values())
+    assert len(counts) == 8 and chi_square < 24.3  # 0.1% of samples, 7 degrees of freedom
+
+
+def test_crops_have_sides_of_up_to_the_ratio_of_the_settings() -> None:
+    ratios = []
+    for seed in range(500):
+        _, _, height, width = _crop(1000, 1000, 0.2, 2.0, random_of(seed))
+        ratios.append(width / height)
+    assert 0.495 < min(ratios) < 0.6 and 1.7 < max(ratios) < 2.02
+    assert np.mean(np.log(ratios)) == pytest.approx(0, abs=0.06)
+    data = encoded(Image.fromarray(random_image(90, 300)), "PNG")
+    assert not torch.equal(row(data, 0, crop_scale=0.3), row(data, 0, crop_scale=0.3, crop_aspect=3.0))
+
+
+@pytest.mark.parametrize("image_size", [1, 6, 32])
+def test_blurred_images_equal_torchvision_with_some_standard_deviation(image_size: int) -> None:
+    image = random_image(image_size, image_size)
+    plain = torch.from_numpy(image).permute(2, 0, 1)
+    blurred = 0
+    for seed in range(100):
+        out = transform(image, seed, image_size=image_size, crop_scale=1.0, blur=0.4)
+        assert torch.equal(out, transform(image, seed, image_size=image_size, crop_scale=1.0, blur=0.4))
+        if torch.equal(out, plain):
+            continue
+        blurred += 1
+        recipe = draw_recipe(image_size, image_size, Augmentation(crop_scale=1.0, blur=0.4), random_of(seed))
+        assert 0.1 <= recipe.blur <= 2
+        radius = min(6, image_size - 1)
+        full = functional.gaussian_blur(plain, [2 * radius + 1] * 2, [recipe.blur] * 2)
+        assert (full.int() - out.int()).abs().max() <= 2  # beyond three standard deviations
+    assert blurred == 0 if image_size == 1 else 20 < blurred < 55
+
+
+def test_geometric_changes_and_blur_work_for_any_number_of_channels() -> None:
+    file = io.BytesIO()
+    np.save(file, np.random.default_rng(0).integers(0, 256, (5, 32, 32), dtype=np.uint8))
+    batch = empty_batch(2, 32, channels=5)
+    options = Augmentation(crop_scale=0.5, crop_aspect=2.0, vertical_flip=0.5, rotate90=0.5, blur=1.0)
+    for target in batch:
+        training_pixels(
+            file.getvalue(),
+            image_size=32,
+            augmentation=options,
+            random=random_of(3),
+            out=target,
+            decoding=Decoding(channels=5),
+        )
+    assert torch.equal(batch[0], batch[1]) and batch[0].float().std() > 5
 
 
 @settings(deadline=None, max_examples=60)
@@ -167,7 +245,13 @@ def test_strength_limits_the_change_of_brightness() -> None:
 
 
 def test_all_formats_are_decoded_as_by_decode_image() -> None:
-    options: dict[str, Any] = {"crop_scale": 0.2, "flip": 0.5, "color_jitter": 0.4, "grayscale": 0.3}
+    options: dict[str, Any] = {
+        "crop_scale": 0.2,
+        "flip": 0.5,
+        "color_jitter": 0.4,
+        "grayscale": 0.3,
+        "blur": 0.3,
+    }
     for seed, name in enumerate(sorted(IMAGES.keys() - DEEP)):
         data = image_file(name)
         assert torch.equal(row(data, seed, **options), transform(decode_image(data), seed, **options))

@@ -30,7 +30,16 @@ from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
 from tests.clipkit.made_images import IMAGES, encoded, image_file, scene
 
-CHANGED = Augmentation(crop_scale=0.4, flip=0.5, color_jitter=0.4, grayscale=0.2)
+CHANGED = Augmentation(
+    crop_scale=0.4,
+    crop_aspect=2.0,
+    flip=0.5,
+    vertical_flip=0.5,
+    rotate90=0.5,
+    color_jitter=0.4,
+    grayscale=0.2,
+    blur=0.3,
+)
 CPU = torch.device("cpu")
 
 
