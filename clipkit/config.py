@@ -412,6 +412,12 @@ class ModelConfig(Section):
         f"Another text tower: {list_choices(TEXT_TOWERS)}. classes:FILE, for loss.name=classes, is a "
         "classification head with one row per line of a file of class names.",
     )
+    text_options: str = setting(
+        "",
+        'Options of a text tower of transformers, as JSON: {"pooling": "cls"} (the first token), "mean", "last" or '
+        '"pooler" (the encoder\'s own), by default what sentence-transformers stores with the encoder, or mean; '
+        '{"projection": "linear"}, "mlp" (two layers) or "none".',
+    )
     tokenizer: str = setting(
         "",
         "Folder of a tokenizer from `python -m data tokenizer`, for clipkit's text transformer; it is stored with "
@@ -429,6 +435,11 @@ class ModelConfig(Section):
         "Initial weights of a timm tower, for example to lock it (LiT): a file in timm's names, "
         "hf-hub:OWNER/REPOSITORY, or timm for those that timm publishes. Images are normalized as timm does. For "
         "pixels, the file of `python -m data palette`.",
+    )
+    text_weights: str = setting(
+        "",
+        "Initial weights of a text tower of transformers: transformers for those of model.text, or a folder or "
+        "hf-hub:OWNER/REPOSITORY with others of the same encoder. The projection starts with random weights.",
     )
     new_head: bool = setting(
         False,
@@ -448,6 +459,11 @@ class ModelConfig(Section):
         both = bool(self.tokenizer and self.weights and not self.new_head)
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
         _parse_object("model.image_options", self.image_options)
+        _parse_object("model.text_options", self.text_options)
+        if self.text_weights:
+            usable = self.text.startswith("transformers:") and not self.weights
+            other = "model.text=transformers:FOLDER or NAME, without model.weights,"
+            require_use("model.text_weights", self.text_weights, other, usable)
         if self.image_weights:
             usable = bool(self.image and not self.weights)
             other = "model.image, without model.weights,"
@@ -465,6 +481,11 @@ class ModelConfig(Section):
     def tower_options(self) -> dict[str, Any]:
         """``image_options`` as values."""
         return _parse_object("model.image_options", self.image_options)
+
+    @property
+    def text_tower_options(self) -> dict[str, Any]:
+        """``text_options`` as values."""
+        return _parse_object("model.text_options", self.text_options)
 
     @property
     def over_classes(self) -> bool:

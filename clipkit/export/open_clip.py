@@ -28,10 +28,10 @@ CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
 def find_obstacle(model: CLIP) -> str:
     """Return why open_clip cannot represent this model, or ""."""
     try:
-        to_open_clip(model.architecture)
+        config = to_open_clip(model.architecture)
     except ConfigError as error:
         return str(error)
-    if isinstance(model.tokenizer, TransformersTokenizer):
+    if isinstance(model.tokenizer, TransformersTokenizer) and "hf_tokenizer_name" not in config["text_cfg"]:
         return "open_clip uses CLIP's tokenizer for this kind of text tower, but this model has another one"
     return ""
 

@@ -309,7 +309,7 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
         processor = read_json(folder / "processor_config.json").get("image_processor")
     if processor is None and (folder / "preprocessor_config.json").is_file():
         processor = read_json(folder / "preprocessor_config.json")
-    file = file or _find_file(folder, _TRANSFORMERS_WEIGHTS)
+    file = file or find_transformers_weights(folder)
     with _prefix_errors(folder):
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is not an object")
@@ -496,6 +496,11 @@ def _parse_preprocess(settings: Mapping[str, Any], shape: Architecture, file: Pa
             values[field.name] = settings[field.name]
     with _prefix_errors(file):
         return Preprocess.from_dict({**values, "image_size": shape.vision.image_size})
+
+
+def find_transformers_weights(folder: Path) -> Path:
+    """Return the file with the weights of a folder of transformers."""
+    return _find_file(folder, _TRANSFORMERS_WEIGHTS)
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path:

@@ -130,6 +130,12 @@ class TowerArchitecture:
             values["heads"] = values["width"] // head
         return replace(self, **values)
 
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
+        """Return the tower with arguments for its library; ConfigError if it takes none."""
+        if options:
+            raise ConfigError(f"a tower like this one ({self.description}) takes no options")
+        return self
+
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         """Build the module that computes features (B, O), not normalized; ConfigError if that is not possible."""
         raise NotImplementedError
@@ -203,12 +209,6 @@ class ImageArchitecture(TowerArchitecture):
     def position_values(self) -> int:
         """Number of values that the constructor computes for position embeddings, checked for stored towers."""
         return 0
-
-    def replace_options(self, options: Mapping[str, Any]) -> Self:
-        """Return the tower with arguments for its library; ConfigError if it takes none."""
-        if options:
-            raise ConfigError(f"a tower like this one ({self.description}) takes no options")
-        return self
 
     def replace_channels(self, channels: int) -> Self:
         """Return the tower for images of another number of channels; ConfigError if it encodes only RGB."""
@@ -317,6 +317,15 @@ class TextArchitecture(TowerArchitecture):
         raise ConfigError(
             f"model.tokenizer requires clipkit's text transformer, not this one ({self.description})"
         )
+
+    @property
+    def hub_source(self) -> str:
+        """The folder or the name on the Hugging Face hub with weights for ``take_weights``; "" if there is none."""
+        return ""
+
+    def take_weights(self, module: "nn.Module", tensors: Mapping[str, "Tensor"]) -> None:
+        """Copy weights of the tower's library, in its names, into a built tower."""
+        raise ConfigError(f"{self.description} has no weights of its own")
 
     @property
     def token_width(self) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from clipkit.errors import CheckpointError, ConfigError, nearest
+from clipkit.files import counted
 from clipkit.files.open_clip import build_towers, default_pooler
 from clipkit.model.architectures import STEM, ImageArchitecture, Layer, LayerNames, TextArchitecture
 
@@ -319,7 +320,8 @@ class TransformersText(TextArchitecture):
     Attributes:
         model: origin of its weights and tokenizer, a folder or a name on the Hugging Face hub.
         config: complete configuration, with which the encoder can be built without ``model``.
-        pooling: "mean" over the tokens, "cls" for the first one, or "pooler" for the encoder's own.
+        pooling: "mean" over the tokens, "cls" for the first one, "last" for the last one, or "pooler" for the
+            encoder's own.
         projection: "linear", "mlp" (one hidden layer), or "none".
     """
 
@@ -332,7 +334,7 @@ class TransformersText(TextArchitecture):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, allowed in (("pooling", _POOLINGS.values()), ("projection", _PROJECTIONS)):
+        for name, allowed in (("pooling", (*_POOLINGS.values(), "last")), ("projection", _PROJECTIONS)):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} = {value!r} is unknown: {nearest(str(value), allowed)}")
@@ -340,7 +342,17 @@ class TransformersText(TextArchitecture):
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         encoder = describe_encoder(value)
-        return cls(context_length=encoder.context_length, model=encoder.model, config=encoder.config)
+        return cls(
+            context_length=encoder.context_length,
+            model=encoder.model,
+            config=encoder.config,
+            pooling=_read_pooling(value),
+        )
+
+    def replace_options(self, options: Mapping[str, Any]) -> Self:
+        if unknown := options.keys() - {"pooling", "projection"}:
+            raise ConfigError(f"text option {min(unknown)!r} is unknown: known are pooling and projection")
+        return replace(self, **options)
 
     @property
     def description(self) -> str:
@@ -357,17 +369,21 @@ class TransformersText(TextArchitecture):
     def use_tokenizer(self, folder: Path) -> Self:
         return replace(self, model=str(folder)) if _holds_tokenizer(folder) else self
 
-    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+    def _build_library_model(self) -> Any:
         from transformers import AutoConfig, AutoModel
-
-        from clipkit.model.towers import PooledEncoder
 
         values = dict(self.config)
         try:
             config = AutoConfig.for_model(values.pop("model_type"), **values)
-            model = AutoModel.from_config(config)
+            return AutoModel.from_config(config)
         except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OSError) as error:
             raise ConfigError(f"transformers rejects the encoder of {self.model}: {error!r}") from error
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        from clipkit.model.towers import PooledEncoder
+
+        model = self._build_library_model()
+        config = model.config
         width = _get_encoder_width(config)
         if self.projection == "none" and width != embed_dim:
             raise ConfigError(f"without a projection {self.model} has dimension {width}, not {embed_dim}")
@@ -380,6 +396,59 @@ class TransformersText(TextArchitecture):
             pooling=self.pooling,
             projection=self.projection,
         )
+
+    @property
+    def hub_source(self) -> str:
+        return self.model
+
+    def take_weights(self, module: "nn.Module", tensors: Mapping[str, "Tensor"]) -> None:
+        from transformers.utils import logging
+
+        like = self._build_library_model()
+        verbosity = logging.get_verbosity()
+        logging.set_verbosity(logging.CRITICAL)  # what is missing is an error below
+        logging.disable_progress_bar()
+        try:
+            model, report = type(like).from_pretrained(
+                None,
+                config=like.config,
+                state_dict=dict(tensors),
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+                dtype="float32",
+            )
+        except _REFUSALS as error:
+            raise CheckpointError(f"not the weights of the encoder {self.model}: {error!r}") from error
+        finally:
+            logging.set_verbosity(verbosity)
+        tower = module.get_submodule("transformer")
+        names = tower.state_dict().keys()
+        absent = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
+        encoder = model
+        if like.config.is_encoder_decoder:
+            encoder = model.get_encoder()
+            absent = {name.removeprefix("encoder.") for name in absent}
+        if absent := absent & names:
+            count = counted(len(absent), "tensor")
+            raise CheckpointError(
+                f"not the weights of the encoder {self.model}: {count} missing or of another size, such "
+                f"as {min(absent)}"
+            )
+        weights = encoder.state_dict()
+        tower.load_state_dict({name: weights[name] for name in names})
+
+    def open_clip_config(self) -> dict[str, Any]:
+        names = {pooling: name for name, pooling in _POOLINGS.items()}
+        if self.pooling not in names:
+            raise ConfigError(f"open_clip has no pooling {self.pooling!r}")
+        return {
+            "context_length": self.context_length,
+            "hf_model_name": self.model,
+            "hf_tokenizer_name": self.model,
+            "hf_model_pretrained": False,
+            "hf_pooler_type": names[self.pooling],
+            "hf_proj_type": None if self.projection == "none" else self.projection,
+        }
 
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _ENCODER
@@ -474,6 +543,30 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
     _get_encoder_width(config)
     values = json.loads(config.to_json_string(use_diff=False))  # plain values, as they are stored
     return TransformersText(context_length=context_length, model=model, config=values)
+
+
+def _read_pooling(model: str) -> str:
+    """Return the pooling that sentence-transformers stores in the folder of an encoder; "mean" without one."""
+    file = Path(model) / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return "mean"
+    modes = {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_mean_tokens": "mean",
+        "pooling_mode_lasttoken": "last",
+    }
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        chosen = [
+            name for name, value in stored.items() if name.startswith("pooling_mode_") and value is True
+        ]
+    except (OSError, ValueError, AttributeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from error
+    if len(chosen) != 1 or chosen[0] not in modes:
+        raise ConfigError(
+            f"{file} states the pooling {', '.join(chosen) or 'none'}, which clipkit lacks: set model.text_options"
+        )
+    return modes[chosen[0]]
 
 
 def describe_open_clip_encoder(config: Mapping[str, Any]) -> TransformersText:

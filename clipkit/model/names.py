@@ -106,6 +106,7 @@ def create_architecture(
     image: str = "",
     image_options: Mapping[str, Any] | None = None,
     text: str = "",
+    text_options: Mapping[str, Any] | None = None,
     image_size: int = 0,
     context_length: int = 0,
 ) -> Architecture:
@@ -114,8 +115,9 @@ def create_architecture(
     Args:
         name: a name of clipkit, or ``open_clip:NAME``.
         image: selects one of ``IMAGE_TOWERS`` in place of the architecture's own, such as ``timm:NAME``; or "".
-        image_options: its arguments, see ``ImageArchitecture.replace_options``.
+        image_options: its arguments, see ``TowerArchitecture.replace_options``.
         text: selects one of ``TEXT_TOWERS``, such as ``cbow``; or "".
+        text_options: its options, see ``TowerArchitecture.replace_options``.
         image_size: side of the images in pixels; 0 for the default.
         context_length: maximum number of tokens; 0 for the default.
     """
@@ -131,7 +133,10 @@ def create_architecture(
     text_selection = select_tower(text, TEXT_TOWERS)
     if text_selection is not None:
         text_kind, value = text_selection
-        shape = replace(shape, text=text_kind.from_setting(value, embed_dim=shape.embed_dim))
+        tower = text_kind.from_setting(value, embed_dim=shape.embed_dim)
+        shape = replace(shape, text=tower.replace_options(text_options or {}))
+    elif text_options:
+        raise ConfigError("text_options require model.text, such as transformers:NAME")
     return shape.replace_size(image_size=image_size, context_length=context_length)
 
 

@@ -778,6 +778,9 @@ class PooledEncoder(nn.Module):
             pooled = (hidden * visible[..., None]).sum(dim=1) / visible.sum(dim=-1, keepdim=True)
         elif self.pooling == "cls":
             pooled = hidden[:, 0]
+        elif self.pooling == "last":
+            positions = torch.arange(tokens.shape[1], device=tokens.device) * visible  # (B, L)
+            pooled = hidden[torch.arange(len(hidden), device=tokens.device), positions.argmax(dim=1)]
         else:
             pooled = out.pooler_output
         features: Tensor = self.proj(pooled)

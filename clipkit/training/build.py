@@ -26,7 +26,7 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
 from clipkit.formats.checkpoint import model_hash, read_preprocess
-from clipkit.formats.load import check_base, load_checkpoint, outline_checkpoint
+from clipkit.formats.load import check_base, find_transformers_weights, load_checkpoint, outline_checkpoint
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import (
     HEADS,
@@ -65,12 +65,14 @@ def shape_of(
 ) -> Architecture:
     """Return the architecture that settings select, with a bias or heads if the objective or terms need them."""
     options = {name: f"model.image_options: {name}" for name in model.tower_options}
+    options |= {name: f"model.text_options: {name}" for name in model.text_tower_options}
     with _name_settings({**_MODEL_SIZES, **options}):
         shape = create_architecture(
             model.name,
             image=model.image,
             image_options=model.tower_options,
             text=model.text,
+            text_options=model.text_tower_options,
             image_size=model.image_size,
             context_length=model.context_length,
         )
@@ -243,6 +245,8 @@ def first_model(
                 first.extend_channels(shape.vision.channels, extend=extend)
         elif small.steps and small.image_size:
             shape.vision.smooth_positions(first.visual, small.image_size)
+        if model.text_weights:
+            _load_text_weights(first, model)
     with torch.no_grad():
         if fresh and objective.initial_scale is not None:
             first.logit_scale.fill_(math.log(objective.initial_scale))
@@ -348,6 +352,24 @@ def _load_image_weights(first: CLIP, model: ModelConfig) -> None:
         first.preprocess = vision.take_weights(first.visual, tensors, first.preprocess)
     except CheckpointError as error:
         raise CheckpointError(f"model.image_weights = {model.image_weights!r}: {error}") from error
+
+
+def _load_text_weights(first: CLIP, model: ModelConfig) -> None:
+    text = first.architecture.text
+    module = first.text
+    assert module is not None
+    source = model.text_weights
+    if source == "transformers":
+        source = text.hub_source
+    try:
+        folder = Path(source.removeprefix(HUB))
+        if not folder.exists():
+            folder = fetch_repository(source if source.startswith(HUB) else HUB + source)
+        text.take_weights(
+            module, read_weights(folder if folder.is_file() else find_transformers_weights(folder)).tensors
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"model.text_weights = {model.text_weights!r}: {error}") from error
 
 
 def _fits(first: CLIP, shape: Architecture) -> bool:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import clipkit
 from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig
-from clipkit.errors import ConfigError
+from clipkit.errors import CheckpointError, ConfigError
+from clipkit.export import export
 from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import from_open_clip
@@ -133,3 +135,126 @@ def test_clips_tokenizer_needs_its_vocabulary() -> None:
     assert isinstance(model.architecture.text, TextTower) and isinstance(model.tokenizer, ClipTokenizer)
     with pytest.raises(ConfigError, match=r"the tokenizer has 49,408 tokens and the text tower .* only 300"):
         check_texts(model, called="model.weights = 'x'")
+
+
+def write_weights(folder: Path, kind: str, **config: Any) -> Any:
+    """Write an encoder with random weights and its tokenizer; return the encoder."""
+    import transformers
+
+    write_encoder(folder, kind, initializer_range=0.5, **config)  # so that features depend on the text
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        encoder = transformers.AutoModel.from_config(transformers.AutoConfig.from_pretrained(folder))
+    encoder.save_pretrained(folder)
+    return encoder.eval()
+
+
+def begin(folder: Path, weights: str = "transformers", **options: str) -> CLIP:
+    text_options = json.dumps(options) if options else ""
+    model = ModelConfig(
+        name="ViT-Ti-4-16",
+        text=f"transformers:{folder}",
+        text_weights=weights,
+        text_options=text_options,
+        context_length=16,
+    )
+    return first_model(Config(model=model), shape_of(model, LossConfig(), SmallConfig())).eval()
+
+
+TEXTS = ["a", "a b c", "the a b c d e"]
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last", "pooler"])
+@pytest.mark.parametrize("projection", ["linear", "mlp"])
+def test_features_of_pretrained_encoders_equal_transformers(
+    pooling: str, projection: str, tmp_path: Path
+) -> None:
+    theirs = write_weights(tmp_path, "Bert")
+    model = begin(tmp_path, pooling=pooling, projection=projection)
+    tower: Any = model.text
+    tokens = model.tokenizer(TEXTS)
+    mask = (tokens != 0).long()
+    with torch.no_grad():
+        output = theirs(input_ids=tokens, attention_mask=mask)
+        hidden = output.last_hidden_state  # (3, L, 32)
+        pooled = {
+            "mean": (hidden * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True),
+            "cls": hidden[:, 0],
+            "last": hidden[torch.arange(3), mask.sum(dim=1) - 1],
+            "pooler": output.pooler_output,
+        }[pooling]
+        assert torch.allclose(tower(tokens), tower.proj(pooled), atol=1e-6)
+        features = model.encode_text(tokens)
+    assert features.std(dim=0).min() > 1e-3  # the texts differ
+
+
+def test_pooling_of_sentence_transformers_is_the_default(tmp_path: Path) -> None:
+    write_weights(tmp_path, "Bert")
+    assert begin(tmp_path).architecture.text.pooling == "mean"
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.parent.mkdir()
+    modes = {
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": False,
+        "pooling_mode_lasttoken": False,
+    }
+    for mode, pooling in zip(modes, ("cls", "mean", "last"), strict=True):
+        file.write_text(json.dumps({"word_embedding_dimension": 32, **modes, mode: True}))
+        assert begin(tmp_path).architecture.text.pooling == pooling
+    assert begin(tmp_path, pooling="pooler").architecture.text.pooling == "pooler"
+    file.write_text(json.dumps({**modes, "pooling_mode_max_tokens": True}))
+    with pytest.raises(ConfigError, match="states the pooling pooling_mode_max_tokens, which clipkit lacks"):
+        begin(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_weights_of_a_language_model_lose_only_its_head(kind: str, tmp_path: Path) -> None:
+    """Published encoders are often stored with the head of their pretraining, under a prefix."""
+    import transformers
+
+    encoder = write_weights(tmp_path / "encoder", kind)
+    masked = getattr(transformers, f"{kind}ForMaskedLM")(encoder.config)
+    masked.base_model.load_state_dict(encoder.state_dict(), strict=False)
+    masked.save_pretrained(tmp_path / "masked")
+    for weights in (tmp_path / "masked", tmp_path / "masked" / "model.safetensors"):
+        tower: Any = begin(tmp_path / "encoder", str(weights)).text
+        for name, value in tower.transformer.state_dict().items():
+            assert torch.equal(value, encoder.state_dict()[name]), name
+
+
+def test_other_weights_are_refused_with_one_line(tmp_path: Path) -> None:
+    write_weights(tmp_path / "small", "Bert")
+    write_weights(tmp_path / "wide", "Bert", hidden_size=64)
+    write_weights(tmp_path / "deep", "Bert", num_hidden_layers=2)
+    (tmp_path / "empty").mkdir()
+    for encoder, weights, message in (
+        ("small", "wide", "tensors missing or of another size, such as embeddings.LayerNorm.bias"),
+        ("deep", "small", r"16 tensors missing or of another size, such as encoder\.layer\.1"),
+        ("small", "empty", "has no weights: expected"),
+    ):
+        with pytest.raises(CheckpointError, match=message) as caught:
+            begin(tmp_path / encoder, str(tmp_path / weights))
+        assert "\n" not in str(caught.value) and "model.text_weights = " in str(caught.value)
+    with pytest.raises(ConfigError, match="projection = 'deep' is unknown"):
+        begin(tmp_path / "small", projection="deep")
+    with pytest.raises(ConfigError, match="text option 'pool' is unknown: known are"):
+        begin(tmp_path / "small", pool="cls")
+    with pytest.raises(
+        ConfigError, match=r"model\.text_weights = 'transformers' has no effect unless model\.text"
+    ):
+        ModelConfig(text_weights="transformers")
+    with pytest.raises(ConfigError, match=r"text_options require model\.text"):
+        shape_of(ModelConfig(text_options='{"pooling": "cls"}'), LossConfig(), SmallConfig())
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
+@pytest.mark.parametrize(
+    ("pooling", "projection"), [("mean", "linear"), ("cls", "mlp"), ("pooler", "linear")]
+)
+def test_pretrained_encoders_are_exported_to_open_clip(pooling: str, projection: str, tmp_path: Path) -> None:
+    write_weights(tmp_path / "encoder", "Bert")
+    model = begin(tmp_path / "encoder", pooling=pooling, projection=projection)
+    export(model, tmp_path / "export", to=["open_clip"])  # compares embeddings with open_clip's
+    again = clipkit.load(tmp_path / "export")
+    assert again.architecture.text.pooling == pooling
+    assert torch.equal(clipkit.encode_text(TEXTS, again), clipkit.encode_text(TEXTS, model))
