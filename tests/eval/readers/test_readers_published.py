@@ -304,7 +304,7 @@ def test_single_tar_is_read_from_a_file_and_over_http(tmp_path: Path, nginx: Ngi
     assert pixels(here) == pixels(there) == pixels(open_dataset(root))[2:4]
     assert here.tasks == there.tasks == ("retrieval",)
     both = open_dataset(root / "test/{0..1}.tar")
-    assert (both.name, both.captions) == ("test", open_dataset(root).captions[:4])
+    assert (both.name, both.captions) == ("test", tuple((f"image {number}",) for number in range(4)))
     with pytest.raises(MissingSplit, match=r"has no split 'train': all of .* is for testing"):
         open_dataset(tar, split="train")
 
