@@ -79,6 +79,7 @@ from clipkit.samples.sources import (
     join_place,
     list_files,
     open_samples,
+    refuse_remote_table,
 )
 from clipkit.samples.table import (
     CAPTION_COLUMNS,
@@ -130,7 +131,7 @@ __all__ = [
     "json_value", "list_files", "list_tar_content", "list_tar_files", "listed_path", "merge_rows",
     "open_image", "open_samples", "pack_arrays", "parse_captions", "parse_fields", "parse_pixel_range",
     "pillow_errors", "plain_jpeg_size", "plain_name", "read_arrays", "read_beyond_pillow", "read_class_names",
-    "read_file", "read_orientation", "read_split", "readable_formats", "refuse_deep_alpha", "safe_cell",
-    "stored_index", "suggest_pixel_range", "to_16_bit", "unpack_arrays", "upright_array", "upright_image",
-    "usable_texts", "value_at", "value_extrema", "write_arrays",
+    "read_file", "read_orientation", "read_split", "readable_formats", "refuse_deep_alpha",
+    "refuse_remote_table", "safe_cell", "stored_index", "suggest_pixel_range", "to_16_bit", "unpack_arrays",
+    "upright_array", "upright_image", "usable_texts", "value_at", "value_extrema", "write_arrays",
 ]  # fmt: skip

@@ -161,11 +161,14 @@ def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
     return tables or [file for file in files if not file.is_remote and is_table(Path(file.url))]
 
 
+def refuse_remote_table(file: ShardFile) -> None:
+    """Raise DataError if a file is a table of paths in a store, because the images are not read from there."""
+    if file.is_remote and not file.name.endswith(PARQUET_SUFFIXES):
+        raise DataError(f"{file.shown} is a table in a store: download it, and the images that it lists")
+
+
 def _open_tables(source: Source, options: OpenOptions) -> Samples:
-    if source.files[0].is_remote:
-        raise DataError(
-            f"{source.files[0].shown} is a table in a store: download it, and the images that it lists"
-        )
+    refuse_remote_table(source.files[0])
     tables = []
     for file in source.files:
         table = Table(

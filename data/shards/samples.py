@@ -20,6 +20,7 @@ from clipkit.samples import (
     TruncatedError,
     find_source,
     has_captions,
+    refuse_remote_table,
     stored_index,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, index_folder, shard_cache
@@ -58,6 +59,7 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     if files.folder is not None:
         folder = pack_into_cache([files.folder], packed_split)
     elif files.files[0].is_remote:
+        refuse_remote_table(files.files[0])
         folder = pack_into_cache(list(files.files), packed_split)
     else:
         folder = pack_into_cache([Path(file.url) for file in files.files], packed_split)

@@ -36,7 +36,14 @@ from eval.readers.benchmarks import (
 )
 from eval.readers.folders import lists_captions, open_image_folder, open_table
 from eval.readers.parquet import PARQUET_SUFFIXES, open_hugging_face
-from eval.readers.shards import Members, files_of_split, find_published, open_published, resolve_address
+from eval.readers.shards import (
+    Members,
+    files_of_split,
+    find_published,
+    is_file,
+    open_published,
+    resolve_address,
+)
 from eval.readers.torchvision import check_known, open_torchvision
 
 _FETCHING = 4  # files fetched at a time
@@ -82,8 +89,10 @@ def _has_samples(place: Path | str, split: str) -> bool:
     """Return whether there are shards or Parquet files of any split; nothing else can be opened in a store."""
     if isinstance(place, str):
         return True
+    if is_file(place, (".tar",)):
+        return True
     if place.is_file():
-        return place.suffix in (".tar", *PARQUET_SUFFIXES)
+        return place.suffix in PARQUET_SUFFIXES
     for name in (split, *SPLIT_NAMES):
         with suppress(MissingSplit):
             find_split(place, name, (".tar", *PARQUET_SUFFIXES))
@@ -283,11 +292,14 @@ def _locate(source: str, root: Path | str | None) -> _Located:
     if source in BUILTIN and not Path(source).is_dir():
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
-    if path.is_dir() or is_table(path) or (path.suffix == ".tar" and path.is_file()):
+    if path.is_dir() or is_table(path) or is_file(path, (".tar",)):
         full_path = path.resolve()
         stem = full_path.stem if path.is_file() else full_path.name
+        if not path.exists():  # a pattern
+            full_path = full_path.parent
+            stem = full_path.name
         parents = [part for part in full_path.parts[:-1] if part != full_path.anchor]
-        return _Located(source=source, place=full_path, parts=(*parents, stem))
+        return _Located(source=source, place=path.resolve(), parts=(*parents, stem))
     under = ""
     if root is not None:
         folder = str(root) if is_remote(str(root)) else user_path(str(root))

@@ -44,11 +44,12 @@ from clipkit.samples import (
     ShardSamples,
     decode_text,
     find_image,
+    find_source,
     find_split,
     join_place,
     usable_texts,
 )
-from clipkit.samples.remote import ShardFile, Unreachable, describe_files, list_folder
+from clipkit.samples.remote import ShardFile, Unreachable, list_folder
 from data.captions import TEXT, CaptionRule, is_utf8
 from data.shards.manifest import list_members, suggest_members
 from eval.datasets.dataset import (
@@ -106,7 +107,7 @@ def open_published(
     """Bind labels, captions and metadata to the samples of one split of a published dataset.
 
     Args:
-        place: the dataset, a local folder or URL, or one of its tars. A local folder may be a single split's; then
+        place: the dataset, a local folder or URL, or some of its tars. A local folder may be a single split's; then
             the files in its parent describe the dataset.
         metadata_names: names of all columns of each sample's ``npy``.
         members: where images and captions are.
@@ -459,18 +460,18 @@ def _is_dataset(address: str) -> bool:
 
 
 def is_file(place: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a place is a single file by its name."""
+    """Return whether a place is a file, or a pattern of files, by its name."""
     return str(place).partition("?")[0].endswith(suffixes) and not Path(place).is_dir()
 
 
 def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str, ...]) -> list[ShardFile]:
-    """Return the files of a split of a dataset, or the file that is named.
+    """Return the files of a split of a dataset, or those that are named.
 
     Files whose names state no split are the test split.
     """
     stated = ""
     if is_file(place, suffixes):
-        files = describe_files([str(place)])
+        files = list(find_source(str(place), split=split).files)
     else:
         try:
             stated, files = find_split(place, split, suffixes)

@@ -215,7 +215,7 @@ def test_folders_named_like_splits_are_not_classes(tmp_path: Path) -> None:
 
 
 def test_sources_that_are_not_folders_are_rejected(tmp_path: Path) -> None:
-    file = tmp_path / "0.tar"
+    file = tmp_path / "0.zip"
     file.write_bytes(b"x")
     assert refusal(file) == (
         f"no dataset {str(file)!r}: it is no folder, tar or table, nor built in "

@@ -303,6 +303,8 @@ def test_single_tar_is_read_from_a_file_and_over_http(tmp_path: Path, nginx: Ngi
     assert here.captions == there.captions == (("image 2",), ("image 3",))
     assert pixels(here) == pixels(there) == pixels(open_dataset(root))[2:4]
     assert here.tasks == there.tasks == ("retrieval",)
+    both = open_dataset(root / "test/{0..1}.tar")
+    assert (both.name, both.captions) == ("test", tuple((f"image {number}",) for number in range(4)))
     with pytest.raises(MissingSplit, match=r"has no split 'train': all of .* is for testing"):
         open_dataset(tar, split="train")
 

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 
 from clipkit.batch import Batch
+from clipkit.errors import DataError
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.samples.remote.cache import ShardCache
 from data.loader import Loader
@@ -25,6 +26,7 @@ from data.order import Order
 from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
 from tests.clipkit.samples.remote import servers
+from tests.clipkit.samples.remote.servers import Nginx
 
 ROOT = Path(__file__).parents[3]
 SAMPLES, BATCH, STEPS = 50, 8, 14  # six batches per epoch: into the third epoch
@@ -215,3 +217,9 @@ def test_batches_after_kills_of_the_loader(
             time.sleep(0.01)
         assert process.wait(timeout=60) == (0 if more == STEPS else -signal.SIGKILL)
     assert [line.split() for line in seen.read_text().splitlines()] == expected
+
+
+def test_table_of_paths_in_a_store_is_refused(nginx: Nginx) -> None:
+    url = nginx.put("pairs/table.csv", b"image,caption\n1.jpg,a cat\n")
+    with pytest.raises(DataError, match="is a table in a store: download it, and the images that it lists"):
+        find_shards(url)
