@@ -156,9 +156,9 @@ def mean_recall_items(image_to_text: Direction, text_to_image: Direction, ks: Se
     """
     columns = []
     for direction in (image_to_text, text_to_image):
-        found = torch.stack([direction.ranks < k for k in ks]).double().mean(dim=0) * direction.weight  # (Q,)
+        hits = torch.stack([direction.ranks < k for k in ks]).double().mean(dim=0) * direction.weight  # (Q,)
         zeros = torch.zeros(len(image_to_text.ranks), dtype=torch.float64)
-        columns.append(zeros.index_add(0, direction.image, found))
+        columns.append(zeros.index_add(0, direction.image, hits))
     columns.append(zeros.index_add(0, text_to_image.image, text_to_image.weight.double()))
     return torch.stack(columns, dim=1)
 
