@@ -164,7 +164,10 @@ def _recognize_tables(files: Sequence[ShardFile]) -> Sequence[ShardFile]:
 def refuse_remote_table(file: ShardFile) -> None:
     """Raise DataError if a file is a table of paths in a store, because the images are not read from there."""
     if file.is_remote and not file.name.endswith(PARQUET_SUFFIXES):
-        raise DataError(f"{file.shown} is a table in a store: download it, and the images that it lists")
+        raise DataError(
+            f"{file.shown} is a table in a store: download it, and the images that it lists; if these are URLs, "
+            f"`python -m data download {file.shown} OUT` downloads both"
+        )
 
 
 def _open_tables(source: Source, options: OpenOptions) -> Samples:

@@ -361,7 +361,9 @@ def test_remote_parquet_is_downloaded_once_and_again_when_it_changes(
 
 def test_remote_table_of_urls_suggests_the_download_command(nginx: servers.Nginx) -> None:
     url = nginx.put("pairs.csv", b"url,caption\nhttp://there/1.jpg,one\n")
-    with pytest.raises(DataError, match=rf"columns are url, caption.*`python -m data download {url} OUT`"):
+    with pytest.raises(
+        DataError, match=rf"is a table in a store.*`python -m data download {url} OUT` downloads both"
+    ):
         find_shards(url)
 
 
