@@ -38,7 +38,7 @@ _MODULES = {
     "eval.readers": ("open_dataset", "open_datasets"),
     "eval.readers.shards": ("Members",),
     "eval.results.records": ("Score", "append_results", "provenance", "read_results", "weights_id"),
-    "eval.run": ("select_tasks", "evaluate"),
+    "eval.run": ("evaluate", "select_tasks"),
     "eval.scorer": ("Scorer",),
     "eval.tasks": ("TASKS",),
     "eval.tasks.subject": ("Subject",),
