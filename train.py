@@ -231,7 +231,7 @@ def main(arguments: Arguments) -> int:
         optimizer = optim.make_optimizer(model, config.optim)
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
-        unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every, after=after)
+        unfreezing = build.Unfreezing(model, config.lock, after=after)
         compute = TrainingStep.from_config(config, shape, model, bf16=bf16, averaged=averaged)
         train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files

@@ -696,6 +696,25 @@ class LockConfig(Section):
         "all layers from the start.",
         at_least(0),
     )
+    image_until: int = setting(
+        0,
+        "Steps during which only the top layer of the image tower is trained, its projection with the last norm.",
+        at_least(0),
+    )
+    text_until: int = setting(0, "The same for the text tower.", at_least(0))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for tower, locked, until in (
+            ("image", self.image, self.image_until),
+            ("text", self.text, self.text_until),
+        ):
+            require(
+                locked != "all" or not until,
+                f"lock.{tower}_until",
+                until,
+                f"has no effect with lock.{tower}=all",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -948,7 +967,7 @@ class Config(Section):
         if self.lora.rank:
             require_use("lora.rank", self.lora.rank, "model.weights", bool(self.model.weights))
             alone = "cannot be combined with lora.rank"
-            for name in ("image", "text", "unfreeze_every"):
+            for name in ("image", "text", "unfreeze_every", "image_until", "text_until"):
                 locked = getattr(self.lock, name)
                 require(not locked, f"lock.{name}", locked, alone)
             require(not self.model.new_head, "model.new_head", True, alone)

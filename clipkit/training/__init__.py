@@ -41,8 +41,9 @@ class OptimizerEntry:
         """Raise ConfigError if other settings do not fit."""
         if not self.parameters_join_late:
             never = f"expected 0 with optim.name={config.optim.name}"
-            every = config.lock.unfreeze_every
-            require(not every, "lock.unfreeze_every", every, never)
+            for name in ("unfreeze_every", "image_until", "text_until"):
+                value = getattr(config.lock, name)
+                require(not value, f"lock.{name}", value, never)
             for term in config.terms.values():
                 require(not term.after, f"{term.section}after", term.after, never)
         if not self.ties_rows:

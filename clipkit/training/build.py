@@ -14,6 +14,7 @@ from torch import nn
 from clipkit.api import load
 from clipkit.config import (
     Config,
+    LockConfig,
     LoraConfig,
     LossConfig,
     ModelConfig,
@@ -576,35 +577,43 @@ class Unfreezing:
     """Parameters that are trained only from a later step on.
 
     Gradual unfreezing (ULMFiT; Howard & Ruder 2018, https://arxiv.org/abs/1801.06146) starts with the top layer of
-    both towers, and lower layers follow. Heads of local terms join when their term begins. Permanently locked
-    parameters stay locked.
+    both towers, and lower layers follow one after another, or all of a tower at once. Heads of local terms join
+    when their term begins. Permanently locked parameters stay locked.
 
     Args:
         model: a CLIP, after ``lock``.
-        every: steps until the next lower layer is trained too; 0 trains all from the start.
+        settings: ``unfreeze_every``, steps until the next lower layer is trained too, and ``image_until`` and
+            ``text_until``.
         after: number of steps before a term begins, by its name.
 
     Attributes:
         has_locked_layers: whether any parameter is trained only later.
-        layers: number of layers that are trained in the end, of the tower with the most; 1 if ``every`` is 0.
+        layers: number of layers that are trained in the end, of the tower with the most; 1 without
+            ``unfreeze_every``.
 
     Raises:
         ConfigError: a tower's layers are not known.
     """
 
-    def __init__(self, model: CLIP, *, every: int = 0, after: Mapping[str, int] | None = None) -> None:
-        assert every >= 0, every
+    def __init__(
+        self, model: CLIP, settings: LockConfig | None = None, *, after: Mapping[str, int] | None = None
+    ) -> None:
+        settings = settings or LockConfig()
+        every = settings.unfreeze_every
+        until = {"image": settings.image_until, "text": settings.text_until}
         self._model = model
         self.layers = 1
-        where = places(model) if every else {}
+        where = places(model) if every or any(until.values()) else {}
         heads = {HEADS[name]: steps for name, steps in (after or {}).items() if name in HEADS}
         self._first: list[tuple[nn.Parameter, int]] = []  # the first step in which each is trained
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                above = where[name].above if every and tower_of(name) else 0
+                above = where[name].above if where else 0
                 head = next((steps for prefix, steps in heads.items() if name.startswith(prefix)), 0)
-                self._first.append((parameter, max(above * every, head)))
-                self.layers = max(self.layers, 1 + above)
+                locked = until.get(tower_of(name), 0) if above else 0
+                self._first.append((parameter, max(above * every, locked, head)))
+                if every:
+                    self.layers = max(self.layers, 1 + above)
         self.has_locked_layers = any(first for _, first in self._first)
 
     def lock_for_step(self, step: int) -> bool:

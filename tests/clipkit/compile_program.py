@@ -38,7 +38,7 @@ def count_graphs(steps: int, *settings: str) -> list[int]:
     parallel.compile_blocks(model, backend="eager")  # needs no compiler of C++, and is faster
     optimizer = optim.make_optimizer(model, config.optim)
     averaged = AveragedWeights(model, config.optim.average) if config.optim.average else None
-    unfreezing = build.Unfreezing(model, every=config.lock.unfreeze_every)
+    unfreezing = build.Unfreezing(model, config.lock)
     unfreezing.lock_for_step(0)
     compute = TrainingStep.from_config(config, shape, model, bf16=True, averaged=averaged)
     trained = parallel.replicated(model)

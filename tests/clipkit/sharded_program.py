@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from clipkit import distributed
-from clipkit.config import OptimConfig
+from clipkit.config import LockConfig, OptimConfig
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
@@ -109,7 +109,7 @@ def compare_trainings(name: str, radius: float) -> float:
     config = EXACT if name == EXACT.name else replace(CONFIG, name=name)
     optimizers = [make_optimizer(model, config) for model in models]
     averages = [AveragedWeights(model, 0.9) for model in models]
-    unfreezing = [Unfreezing(model, every=2) for model in models]
+    unfreezing = [Unfreezing(model, LockConfig(unfreeze_every=2)) for model in models]
     averages[1].restore(averages[0].tensors(), origin="the other one")
     random, worst = torch.Generator().manual_seed(1), 0.0
     for step in range(6):

@@ -365,6 +365,10 @@ def test_lamb_rejects_unfreezing() -> None:
         ConfigError, match=r"lock.unfreeze_every = 2 is invalid: expected 0 with optim.name=lamb"
     ):
         Config(optim=OptimConfig(name="lamb"), lock=LockConfig(unfreeze_every=2))
+    with pytest.raises(ConfigError, match=r"lock.text_until = 3 is invalid: expected 0 with optim.name=lamb"):
+        Config(optim=OptimConfig(name="lamb"), lock=LockConfig(text_until=3))
+    with pytest.raises(ConfigError, match=r"lock.image_until = 3 .* has no effect with lock.image=all"):
+        LockConfig(image="all", image_until=3)
 
 
 def test_list_without_quotes_is_rejected(tmp_path: Path) -> None:

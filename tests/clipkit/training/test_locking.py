@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from torch import nn
 
-from clipkit.config import OptimConfig
+from clipkit.config import LockConfig, OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
@@ -113,7 +113,7 @@ def test_trained_parameters_depend_only_on_the_step(every: int, steps: list[int]
     lock(model, text=2)
     free = trained(model)
     where = places(model)
-    unfreezing = Unfreezing(model, every=every)
+    unfreezing = Unfreezing(model, LockConfig(unfreeze_every=every))
     for step in steps:
         before = trained(model)
         changed = unfreezing.lock_for_step(step)
@@ -122,10 +122,29 @@ def test_trained_parameters_depend_only_on_the_step(every: int, steps: list[int]
         assert changed == (trained(model) != before)
 
 
+@settings(max_examples=25, deadline=None)
+@given(image=st.integers(0, 9), text=st.integers(0, 9), every=st.integers(0, 3), step=st.integers(0, 12))
+def test_towers_are_locked_below_their_top_layer_until_a_step(
+    image: int, text: int, every: int, step: int
+) -> None:
+    model = create(TINY, seed=0)
+    where = places(model)
+    locks = LockConfig(image_until=image, text_until=text, unfreeze_every=every)
+    unfreezing = Unfreezing(model, locks)
+    unfreezing.lock_for_step(step)
+    until = {"image": image, "text": text, "": 0}
+    assert trained(model) == {
+        name
+        for name, place in where.items()
+        if not place.above or (step >= until[place.tower] and step >= place.above * every)
+    }
+    assert unfreezing.has_locked_layers == bool(image or text or every)
+
+
 def test_optimizer_updates_parameters_unlocked_later() -> None:
     model = create(TINY, seed=0)
     optimizer = make_optimizer(model, OptimConfig(lr=0.01))
-    unfreezing = Unfreezing(model, every=2)
+    unfreezing = Unfreezing(model, LockConfig(unfreeze_every=2))
     moved_at: dict[str, int] = {}
     for step in range(10):
         changed = unfreezing.lock_for_step(step)
