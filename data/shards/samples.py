@@ -46,6 +46,8 @@ def find_shards(source: str, *, split: str = "train") -> list[ShardFile]:
     if files.format == "shards":
         return list(files.files)
     if files.format == "images" and not _is_labeled(files.folder):
+        if files.folder is not None:
+            FolderSamples(files.folder).check_no_caption_tables()
         raise DataError(
             f"{source} has images without captions: write the captions into .txt files of the same names, or paths "
             "and captions into a table, or move the images into a folder for each class"

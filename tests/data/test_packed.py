@@ -380,6 +380,10 @@ def test_invalid_sources_raise_one_line(tmp_path: Path) -> None:
     images(tmp_path / "photos")
     with pytest.raises(DataError, match="has images without captions"):
         find_shards(str(tmp_path / "photos"))
+    images(tmp_path / "flickr" / "Images")
+    (tmp_path / "flickr" / "captions.txt").write_text("image,caption\n0000.png,a\n")
+    with pytest.raises(DataError, match=r"captions\.txt is a table .*: name the table instead of the folder"):
+        find_shards(str(tmp_path / "flickr"))
     (tmp_path / "photos" / "0000.txt").write_bytes(b"\xff")
     with pytest.raises(
         DataError,
