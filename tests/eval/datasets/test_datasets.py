@@ -334,7 +334,7 @@ def test_names_that_are_not_utf8_are_rejected(tmp_path: Path) -> None:
 
 
 def test_invalid_datasets_raise_one_line_errors(write_dataset: WriteDataset, tmp_path: Path) -> None:
-    assert "no folder or table, nor built in (did you mean 'digits'?)" in refusal("digit")
+    assert "no folder, tar or table, nor built in (did you mean 'digits'?)" in refusal("digit")
     assert refusal("~nouser/x").startswith("no dataset '~nouser/x'")
     assert refusal("x" * 5000) == f"cannot read dataset '{'x' * 200}': File name too long"
     (tmp_path / "empty").mkdir()
