@@ -52,12 +52,14 @@ class MetricKind:
         classes: number of classes; None if unknown.
         columns: metadata columns to group by, as in ``worst_region_acc1``.
         superclasses: whether classes are grouped.
+        ordered: whether classes are ordered.
     """
 
     multilabel: bool = False
     classes: int | None = None
     columns: tuple[str, ...] = ()
     superclasses: bool = False
+    ordered: bool = False
 
     def list_metrics(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
         """Return the metrics that apply to some of the tasks; larger values of a primary metric are better."""
@@ -82,8 +84,10 @@ class MetricKind:
             return False
         if self.classes is not None and not metric.least <= self.classes <= (metric.most or self.classes):
             return False
-        return (self.superclasses or not metric.needs_superclasses) and (
-            task.gives_probabilities or not metric.needs_probabilities
+        return (
+            (self.superclasses or not metric.needs_superclasses)
+            and (self.ordered or not metric.needs_order)
+            and (task.gives_probabilities or not metric.needs_probabilities)
         )
 
     def find_misfit(self, metrics: Sequence[str], tasks: Sequence[str], *, primary: bool = False) -> str:
@@ -253,6 +257,7 @@ class Card(_Table, frozen=True, kw_only=True):
         label_is_line: whether two classes may share a name, so that a ``classnames.txt`` is matched line by
             line and a class's number is also its key.
         multilabel: whether an image may have several labels.
+        ordered: whether ``keys`` are in an order that metrics may use, such as grades of a disease.
         metadata: names of the columns of the ``npy`` next to each image; metrics may group by one.
         stand_in: the card of the dataset that others score if this one's data are unavailable.
         get: how to get the data.
@@ -283,6 +288,7 @@ class Card(_Table, frozen=True, kw_only=True):
     classes: Count | None = None
     label_is_line: bool = False
     multilabel: bool = False
+    ordered: bool = False
     metadata: tuple[str, ...] = ()
     stand_in: str = ""
     get: str = ""
@@ -334,6 +340,7 @@ class Card(_Table, frozen=True, kw_only=True):
             classes=self.classes,
             columns=self.metadata,
             superclasses=bool(self.superclasses),
+            ordered=self.ordered,
         )
 
     def check_size(self, split: str, images: int) -> None:
@@ -412,6 +419,10 @@ class Card(_Table, frozen=True, kw_only=True):
                 if normalize is simplify_key:
                     classes.pop("", None)  # words without letters and digits
                 yield normalize, {word: same.pop() for word, same in classes.items() if len(same) == 1}
+
+    def order_classes(self, keys: Sequence[str]) -> tuple[int, ...]:
+        """Return where each of a dataset's classes is in the order of ``self.keys``; () if they are not ordered."""
+        return self.match_classes(keys or tuple(map(str, range(len(self.keys))))) if self.ordered else ()
 
     def list_superclasses(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the superclass of each of a dataset's classes; () without superclasses."""
@@ -568,6 +579,8 @@ def _find_mistake(card: Card) -> str:
     for key, count in Counter(card.keys).items():
         if count > 1:
             return f"keys has {key!r} several times"
+    if card.ordered and not card.keys:
+        return "ordered needs keys, the classes in their order"
     for task in card.tasks:
         if task not in TASKS:
             return f"tasks has an unknown task {task!r}: {nearest(task, TASKS)}"

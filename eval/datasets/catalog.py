@@ -200,7 +200,7 @@ def _comments(card: Card, where: str) -> dict[str, str]:
         "tasks": f"the first is scored unless --task says otherwise; any of {', '.join(TASKS)}",
         "metric": f"the metric in tables; for {card.tasks[0]} one of {', '.join(main_metrics)}",
         "further": f"also reported: {further}",
-        "keys": "the folder's class names in label order: do not change them",
+        "keys": "the folder's class names; grades from the lowest to the highest, with ordered = true",
         "splits": "number of images; any other number is an error",
         "prompts.own": "templates have {c} for the name; add more sets as [prompts.NAME], for --prompts NAME",
         "prompts.own.names": "the name of each class in prompts: one name, or a list of synonyms",

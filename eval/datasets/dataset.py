@@ -131,6 +131,7 @@ class EvalDataset:
         metadata: by name, (N,) int64 values per image, such as the region.
         synonyms: by class, all its names, if some class has several; the first ones are ``class_names``.
         superclasses: by class, the name of its superclass; () without superclasses.
+        class_order: by class, its position among ordered classes, such as grades; () if they are not ordered.
         prompt_set: name of the prompt set that ``class_names`` and ``templates`` come from; "own" for the dataset's
             own.
         caption_template: template applied to captions for retrieval, with ``{c}`` for the caption.
@@ -154,6 +155,7 @@ class EvalDataset:
     metadata: Mapping[str, Tensor] = field(default_factory=dict)
     synonyms: tuple[tuple[str, ...], ...] | None = None
     superclasses: tuple[str, ...] = ()
+    class_order: tuple[int, ...] = ()
     prompt_set: str = "own"
     caption_template: str = "{c}"
     caption_prompt_set: str = ""
@@ -183,6 +185,7 @@ class EvalDataset:
             items=None,
             metadata={},
             superclasses=(),
+            class_order=(),
         )
         return dataset, rows
 

@@ -72,6 +72,7 @@ class Target:
             templates=scored.templates,
             negative_templates=scored.negative_templates,
             superclasses=scored.superclasses,
+            class_order=scored.class_order,
         )
 
 
@@ -282,7 +283,8 @@ def _open_folder(
             multilabel=multilabel,
             classes=len(dataset.class_names) or None,
             columns=tuple(dataset.metadata),
-            superclasses=bool(dataset.superclasses),
+            superclasses=bool(card.superclasses),
+            ordered=card.ordered,
         )
         if misfit := kind.find_misfit(card.metrics, card.tasks):
             raise DataError(f"{file}: {misfit}")
@@ -398,6 +400,7 @@ def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) 
         class_names=tuple(names[0] for names in prompt_set.class_names),
         synonyms=prompt_set.class_names if several else None,
         superclasses=card.list_superclasses(dataset.class_names),
+        class_order=card.order_classes(dataset.class_names),
         templates=prompt_set.templates,
         negative_templates=prompt_set.negative_templates,
         prompt_set=prompt_set.name,

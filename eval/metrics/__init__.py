@@ -106,6 +106,7 @@ class Metric(Generic[Inputs]):
         by_default: whether retrieval reports it, and classification if the card names no metric.
         needs_probabilities: whether it needs logits; votes and ridge scores are not.
         needs_superclasses: whether the card must define superclasses.
+        needs_order: whether the card must state that its classes are ordered.
         column: the metadata column that it needs; "" for none.
         value: computes the value alone from ``value_from`` and the labels. Required for choosing C of a linear
             probe.
@@ -129,6 +130,7 @@ class Metric(Generic[Inputs]):
     by_default: bool = False
     needs_probabilities: bool = False
     needs_superclasses: bool = False
+    needs_order: bool = False
     column: str = ""
     value: Callable[[Tensor, Tensor], float] | None = None
     value_from: Literal["ranks", "predictions", "scores"] = "ranks"
@@ -198,18 +200,39 @@ def _prediction(
     )
 
 
-def _agreement(
-    statistic: Callable[[Tensor, Tensor], Statistic], title: str, *, most: int | None = None
-) -> Metric[Answers]:
+def _agreement(statistic: Callable[[Tensor, Tensor], Statistic], title: str) -> Metric[Answers]:
     def estimate(predicted: Tensor, labels: Tensor) -> Estimate | None:
         return classes.estimate_agreement(statistic(predicted, labels), predicted, labels)
 
-    return _prediction(statistic, estimate, title=title, chance=0.0, most=most)
+    return _prediction(statistic, estimate, title=title, chance=0.0, most=classes.LARGEST_MATRIX)
 
 
-def _kappa(power: int, title: str) -> Metric[Answers]:
-    statistic = partial(classes.cohen_kappa_statistic, power=power)
-    return _agreement(statistic, title, most=classes.LARGEST_MATRIX)
+def _weighted_kappa(power: int, title: str) -> Metric[Answers]:
+    """Return Cohen's kappa in which a mistake counts as the distance of two ordered classes to a power."""
+
+    def positions(answers: Answers) -> Tensor:
+        """Return where the prediction and the label of each image are in the order, (N, 2); -1 for none."""
+        order = torch.tensor([*answers.dataset.class_order, -1])
+        return order[torch.stack([answers.top.classes[:, 0], answers.labels], dim=1)]
+
+    def statistic(rows: Tensor) -> Statistic:
+        predicted, labels = rows.long().unbind(dim=1)
+        return classes.cohen_kappa_statistic(predicted, labels, power=power)
+
+    def estimate(answers: Answers) -> Estimate | None:
+        rows = positions(answers)
+        return classes.estimate_agreement(statistic(rows), *rows.unbind(dim=1))
+
+    return Metric(
+        kind="one-label",
+        function=estimate,
+        chance=lambda _: 0.0,
+        title=title,
+        most=classes.LARGEST_MATRIX,
+        needs_order=True,
+        item_values=lambda answers: positions(answers).float(),
+        item_statistic=lambda rows, _: statistic(rows),
+    )
 
 
 def _areas(
@@ -379,9 +402,9 @@ METRICS: Mapping[str, Metric[Never]] = {
     ),
     "f1_macro": _prediction(classes.f1_macro_statistic, classes.f1_macro),
     "f1_weighted": _prediction(classes.f1_weighted_statistic, classes.f1_weighted),
-    "cohen_kappa": _kappa(0, "Cohen's kappa"),
-    "cohen_kappa_linear": _kappa(1, "Cohen's kappa, linear weights"),
-    "cohen_kappa_quadratic": _kappa(2, "Cohen's kappa, quadratic weights"),
+    "cohen_kappa": _agreement(classes.cohen_kappa_statistic, "Cohen's kappa"),
+    "cohen_kappa_linear": _weighted_kappa(1, "Cohen's kappa, linear weights"),
+    "cohen_kappa_quadratic": _weighted_kappa(2, "Cohen's kappa, quadratic weights"),
     "matthews_correlation": _agreement(classes.matthews_statistic, "Matthews's correlation"),
     "roc_auc": Metric[Answers](
         kind="one-label",

@@ -42,6 +42,10 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
             raise DataError(f"dataset {dataset.name} has {classes} classes, the metric {name} needs {needed}")
         if metric.needs_superclasses and not dataset.superclasses:
             raise DataError(f"dataset {dataset.name} has no superclasses, which the metric {name} needs")
+        if metric.needs_order and not dataset.class_order:
+            raise DataError(
+                f"dataset {dataset.name} needs ordered = true and keys in its card, for the metric {name}"
+            )
         chosen.append(name)
     if chosen:
         return tuple(chosen)

@@ -1,5 +1,6 @@
 """Tests of finding datasets by name: missing or invalid ones, and known scores of models."""
 
+import json
 import logging
 import socket
 from collections.abc import Callable
@@ -7,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from clipkit.errors import ConfigError, DataError, Unavailable
 from clipkit.samples.remote.transfer import PATIENCE
 from eval.datasets.catalog import new_card
 from eval.datasets.targets import find_targets, open_available, open_suites
+from eval.metrics import Answers
+from eval.tasks.subject import metric_scores
 from eval.verify import explain_no_checks, list_expected_tasks, open_expected_datasets
 
 WriteDataset = Callable[..., Path]
@@ -112,3 +116,30 @@ def test_card_in_folder_must_match_images(
     )
     find_targets([str(folder)])
     assert [record.getMessage() for record in caplog.records] == [told]
+
+
+def test_weighted_kappa_uses_the_order_of_the_card(write_dataset: WriteDataset) -> None:
+    """The names of grades are rarely in alphabetical order, which is that of folders."""
+    from sklearn.metrics import cohen_kappa_score
+
+    folder = write_dataset("eyes", labels=[i % 4 for i in range(40)], class_names=["a", "b", "c", "d"])
+    card = 'tasks = ["zero-shot"]\nmetric = "cohen_kappa_quadratic"\nfurther = ["cohen_kappa_linear"]\n'
+    order = ["c", "a", "d", "b"]
+    (folder / "card.toml").write_text(f"{card}ordered = true\nkeys = {json.dumps(order)}\n")
+    (target,) = find_targets([str(folder)])
+    assert target.dataset.class_order == (1, 3, 0, 2)
+    features, weights = torch.randn(2, 40, 4, generator=torch.Generator().manual_seed(0))
+    answers = Answers(target.dataset, features, weights[:4], 20.0, torch.device("cpu"))
+    predicted = answers.top.classes[:, 0]
+    position = torch.tensor(target.dataset.class_order)
+    for score in metric_scores(target.dataset, target.metrics, answers, task="zero-shot"):
+        weighting = score.metric.removeprefix("cohen_kappa_")
+        oracle = cohen_kappa_score(position[answers.labels], position[predicted], weights=weighting)
+        assert score.value == pytest.approx(oracle)
+        assert score.value != pytest.approx(cohen_kappa_score(answers.labels, predicted, weights=weighting))
+    (folder / "card.toml").write_text(f"{card}keys = {json.dumps(order)}\n")
+    with pytest.raises(DataError, match="'cohen_kappa_quadratic' does not apply to zero-shot"):
+        find_targets([str(folder)])
+    (folder / "card.toml").write_text(f"{card}ordered = true\n")
+    with pytest.raises(DataError, match="ordered needs keys, the classes in their order"):
+        find_targets([str(folder)])
