@@ -361,7 +361,7 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
             return None
         statistic = metric.item_statistic(_split_items(flat, first.n), labels)
         other_statistic = metric.item_statistic(_split_items(other_flat, first.n), labels)
-        return compare_statistics(statistic, other_statistic, first.n)
+        return compare_statistics(statistic, other_statistic, first.n, cost=len(flat) // first.n)
     if metric is None or metric.items is None or labels is None:
         return None
     if not {*metric.items_from} <= first.right.keys() & second.right.keys():

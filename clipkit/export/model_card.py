@@ -124,7 +124,8 @@ def render_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name
         resize_mode=model.preprocess.resize_mode,
         image_parameters=image_parameters,
         text_parameters=sum(parameter.numel() for parameter in model.parameters()) - image_parameters,
-        caller_steps=describe_caller_steps(model),
+        architecture=_FOLDERS.sub("…/", model.name),
+        caller_steps=_FOLDERS.sub("…/", describe_caller_steps(model)),
         targets=targets,
         exports=EXPORTS,
         samples=len(TEXTS),
@@ -138,6 +139,14 @@ def render_card(model: CLIP, targets: Mapping[str, Any], source: Source, *, name
 
 
 def describe_caller_steps(model: CLIP) -> str:
-    """Describe the preprocessing that other libraries do not support and the caller must do; "" for none."""
-    done = str(model.preprocess.decoding)
-    return f"Before this, {done}. Other libraries do not do this: do it before calling them." if done else ""
+    """Describe what other libraries do not do or store, and the caller must do; "" for nothing."""
+    steps = []
+    if done := str(model.preprocess.decoding):
+        steps.append(f"Before this, {done}. Other libraries do not do this: do it before calling them.")
+    encoder = model.architecture.text.hub_source
+    if encoder and Path(encoder).exists():
+        steps.append(
+            f"open_clip reads the configuration of the text tower in {encoder}: keep this folder, or train with "
+            "model.text=transformers:NAME, a name on the hub."
+        )
+    return " ".join(steps)

@@ -387,7 +387,9 @@ class TransformersText(TextArchitecture):
         width = _get_encoder_width(config)
         if self.projection == "none" and width != embed_dim:
             raise ConfigError(f"without a projection {self.model} has dimension {width}, not {embed_dim}")
-        encoder = model.get_encoder() if config.is_encoder_decoder else model
+        encoder = _select_encoder(model)
+        if self.pooling == "pooler" and getattr(encoder, "pooler", None) is None:
+            raise ConfigError(f"the encoder of {self.model} has no pooler: choose another pooling")
         return PooledEncoder(
             _disable_layerdrop(encoder),
             width,
@@ -424,9 +426,8 @@ class TransformersText(TextArchitecture):
         tower = module.get_submodule("transformer")
         names = tower.state_dict().keys()
         absent = {*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])}
-        encoder = model
-        if like.config.is_encoder_decoder:
-            encoder = model.get_encoder()
+        encoder = _select_encoder(model)
+        if encoder is not model:
             absent = {name.removeprefix("encoder.") for name in absent}
         if absent := absent & names:
             count = counted(len(absent), "tensor")
@@ -543,6 +544,11 @@ def describe_encoder(model: str, *, context_length: int = 77) -> TransformersTex
     _get_encoder_width(config)
     values = json.loads(config.to_json_string(use_diff=False))  # plain values, as they are stored
     return TransformersText(context_length=context_length, model=model, config=values)
+
+
+def _select_encoder(model: Any) -> Any:
+    """Return the encoder of a model with encoder and decoder, otherwise the model."""
+    return model.get_encoder() if hasattr(model, "encoder") and hasattr(model, "decoder") else model
 
 
 def _read_pooling(model: str) -> str:

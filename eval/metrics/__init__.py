@@ -7,6 +7,7 @@ candidate counts as wrong, except among classes, where the lower index comes fir
 ``METRICS`` maps the names in cards and results to their entries.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, Generic, Literal, Never, TypeVar
 import torch
 from torch import Tensor
 
+from clipkit.errors import DataError
 from eval.metrics import captions, classes, intervals, pairs
 from eval.metrics.captions import Descriptions, caption_tokens
 from eval.metrics.classes import calibration_bins, count_confusion, count_correct, merge_superclasses
@@ -99,8 +101,8 @@ class Metric(Generic[Inputs]):
         chance: its value for random guessing; None if that is not a single number.
         title: name on pages and in tables; by default the key with spaces.
         larger_is_better: False for ranks, errors and perplexity.
-        highest: upper bound; the lower one is 0, or -1 for agreement beyond chance. None for ranks and perplexity,
-            which start at 1.
+        highest: upper bound. None for ranks and perplexity, which start at 1.
+        lowest: lower bound, -1 for agreement beyond chance.
         least: minimum number of classes or candidates for it to be meaningful.
         most: maximum number of classes for which it is defined.
         by_default: whether retrieval reports it, and classification if the card names no metric.
@@ -125,6 +127,7 @@ class Metric(Generic[Inputs]):
     title: str = ""
     larger_is_better: bool = True
     highest: float | None = 1.0
+    lowest: float = 0.0
     least: int = 1
     most: int | None = None
     by_default: bool = False
@@ -178,6 +181,7 @@ def _prediction(
     title: str = "",
     chance: float | None = None,
     most: int | None = None,
+    lowest: float = 0.0,
 ) -> Metric[Answers]:
     """Return a metric of the predicted class of each image.
 
@@ -185,15 +189,19 @@ def _prediction(
         statistic: of (N,) predictions and labels.
         estimate: its value with its interval.
     """
+
+    def value(predicted: Tensor, labels: Tensor) -> float:
+        number = intervals.evaluate_statistic(statistic(predicted, labels), len(labels))
+        return lowest if math.isnan(number) else number
+
     return Metric(
         kind="one-label",
         function=lambda answers: estimate(answers.top.classes[:, 0], answers.labels),
         chance=lambda _: chance,
         title=title,
         most=most,
-        value=lambda predicted, labels: intervals.evaluate_statistic(
-            statistic(predicted, labels), len(labels)
-        ),
+        lowest=lowest,
+        value=value,
         value_from="predictions",
         item_values=lambda answers: answers.top.classes[:, 0].float(),
         item_statistic=lambda values, labels: statistic(values.long(), labels),
@@ -204,7 +212,7 @@ def _agreement(statistic: Callable[[Tensor, Tensor], Statistic], title: str) -> 
     def estimate(predicted: Tensor, labels: Tensor) -> Estimate | None:
         return classes.estimate_agreement(statistic(predicted, labels), predicted, labels)
 
-    return _prediction(statistic, estimate, title=title, chance=0.0, most=classes.LARGEST_MATRIX)
+    return _prediction(statistic, estimate, title=title, chance=0.0, most=classes.LARGEST_MATRIX, lowest=-1.0)
 
 
 def _weighted_kappa(power: int, title: str) -> Metric[Answers]:
@@ -229,6 +237,7 @@ def _weighted_kappa(power: int, title: str) -> Metric[Answers]:
         chance=lambda _: 0.0,
         title=title,
         most=classes.LARGEST_MATRIX,
+        lowest=-1.0,
         needs_order=True,
         item_values=lambda answers: positions(answers).float(),
         item_statistic=lambda rows, _: statistic(rows),
@@ -248,9 +257,15 @@ def _areas(
     def scores(answers: Answers) -> Tensor:
         return answers.scores(softmax=softmax)
 
+    def estimate_or_none(answers: Answers) -> Estimate | None:
+        try:
+            return estimate(scores(answers), answers.labels)
+        except DataError:  # no class has both kinds of images
+            return None
+
     return Metric(
         kind=kind,
-        function=lambda answers: estimate(scores(answers), answers.labels),
+        function=estimate_or_none,
         chance=lambda _: 0.5,
         title=title,
         least=2,

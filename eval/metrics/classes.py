@@ -204,13 +204,18 @@ def estimate_agreement(statistic: Statistic, predicted: Tensor, labels: Tensor) 
         labels: (N,) int64; N ≥ 1.
     """
     n = len(labels)
-    if math.isnan(evaluate_statistic(statistic, n)):
-        return None
     classes = int(max(labels.max(), predicted.max())) + 1
     claimed = predicted[predicted >= 0].bincount(minlength=classes).double()
     by_chance = float(claimed @ labels.bincount(minlength=classes).double()) / n**2
+    value = evaluate_statistic(statistic, n)
+    if math.isnan(value) or by_chance == 1:
+        return None
     # near 1 the statistic is 1 - (1 - accuracy) / (1 - by_chance)
-    return estimate_statistic(statistic, n, trials=n * (1 - by_chance))
+    trials = n * (1 - by_chance)
+    if value >= 0:
+        return estimate_statistic(statistic, n, trials=trials)
+    mirrored = estimate_statistic(lambda drawn: -statistic(drawn), n, trials=trials)
+    return Estimate(value=value, low=-mirrored.high, high=-mirrored.low, n=n)
 
 
 def cohen_kappa_statistic(predicted: Tensor, labels: Tensor, *, power: int = 0) -> Statistic:
@@ -711,7 +716,7 @@ def roc_auc_one_vs_one(scores: Tensor, labels: Tensor) -> Estimate:
     """
     statistic = roc_auc_one_vs_one_statistic(scores, labels)
     sizes = labels.unique(return_counts=True)[1].numpy()
-    cost = scores.shape[1]
+    cost = 2 * scores.shape[1]  # twice per pair of classes, for their images
     return estimate_statistic(statistic, len(scores), trials=effective_trials(sizes), cost=cost)
 
 

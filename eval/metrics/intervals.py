@@ -190,14 +190,19 @@ def compare_means(first: Tensor, second: Tensor) -> Comparison:
     return _compare(mean_statistic(distinct), counts)
 
 
-def compare_statistics(first: Statistic, second: Statistic, n: int) -> Comparison:
-    """Compare two models' statistics of the same n ≥ 1 items by a paired bootstrap (Efron and Tibshirani 1993)."""
-    return _compare(lambda drawn: second(drawn) - first(drawn), np.ones(n, dtype=np.int64))
+def compare_statistics(first: Statistic, second: Statistic, n: int, *, cost: int = 1) -> Comparison:
+    """Compare two models' statistics of the same n ≥ 1 items by a paired bootstrap (Efron and Tibshirani 1993).
+
+    Args:
+        cost: see ``draw_resamples``.
+    """
+    return _compare(lambda drawn: second(drawn) - first(drawn), np.ones(n, dtype=np.int64), cost=cost)
 
 
-def _compare(difference: Statistic, counts: Ints) -> Comparison:
+def _compare(difference: Statistic, counts: Ints, *, cost: int = 1) -> Comparison:
     value = float(difference(counts[None])[0])
-    drawn = np.concatenate([difference(block) for block in draw_resamples(counts, most=_PAIRED_RESAMPLES)])
+    blocks = draw_resamples(counts, cost=cost, most=_PAIRED_RESAMPLES)
+    drawn = np.concatenate([difference(block) for block in blocks])
     drawn = drawn[~np.isnan(drawn)]
     low, high = np.percentile(drawn, [2.5, 97.5])
     beside = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))

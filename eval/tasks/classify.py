@@ -19,9 +19,9 @@ from eval.metrics import METRICS, Answers, Metric, get_metric
 from eval.results.details import zero_shot_details
 from eval.results.records import Details, Score, pack_values
 from eval.tasks import Options
-from eval.tasks.subject import Outcome, Subject, metric_scores
+from eval.tasks.subject import Outcome, Subject, metric_scores, warn_once
 
-_MOST_ITEMS = 1 << 20  # labels in the details; a value each is up to 5 MB of text
+_MOST_ITEMS = 1 << 20  # values of a metric in the details, up to 6 MB of text
 
 
 def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, ...]:
@@ -63,7 +63,11 @@ def classification_scores(
     dataset = answers.dataset
     prompt_set = dataset.prompt_set if task in ("zero-shot", "likelihood") else ""
     names = fitting_metrics(dataset, metrics)
-    return metric_scores(dataset, names, answers, task=task, prompt_set=prompt_set, setting=setting)
+    scores = metric_scores(dataset, names, answers, task=task, prompt_set=prompt_set, setting=setting)
+    undefined = sorted({*names} - {score.metric for score in scores})
+    if undefined:
+        warn_once(f"dataset {dataset.name}: {', '.join(undefined)} undefined for {task}, and left out")
+    return scores
 
 
 def add_items(details: Details, answers: Answers, metrics: Sequence[str]) -> Details:
@@ -72,8 +76,10 @@ def add_items(details: Details, answers: Answers, metrics: Sequence[str]) -> Det
     for name in metrics:
         metric = cast(Metric[Answers] | None, get_metric(name))
         assert metric is not None, name
-        if metric.item_values is not None and answers.labels.numel() <= _MOST_ITEMS:
-            values[name] = pack_values(metric.item_values(answers).flatten())
+        if metric.item_values is not None:
+            items = metric.item_values(answers).flatten()
+            if len(items) <= _MOST_ITEMS:
+                values[name] = pack_values(items)
     return replace(details, values={**details.values, **values})
 
 

@@ -14,6 +14,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -25,7 +26,16 @@ from clipkit.files import counted
 from clipkit.model import layer_count
 from clipkit.samples import MissingSplit
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
-from eval.metrics import METRICS, Answers, class_ranks, class_scores, full_float32, stable_top_k, top_classes
+from eval.metrics import (
+    METRICS,
+    Answers,
+    class_ranks,
+    class_scores,
+    full_float32,
+    get_metric,
+    stable_top_k,
+    top_classes,
+)
 from eval.results.details import prediction_details
 from eval.results.records import Details, Score
 from eval.tasks import Options
@@ -450,9 +460,17 @@ def few_shot(subject: Subject, options: Options) -> Outcome:
                 scores_of_seeds.append(
                     classification_scores(answers, task="few-shot", metrics=metrics, setting=setting)
                 )
-            for same in zip(*scores_of_seeds, strict=True):
+            scores_of_metrics: dict[str, list[Score]] = {}
+            for score in chain.from_iterable(scores_of_seeds):
+                scores_of_metrics.setdefault(score.metric, []).append(score)
+            for name, same in scores_of_metrics.items():
+                if len(same) < len(draws):
+                    subject.warn(f"{name} of {setting} is undefined for some draws and left out")
+                    continue
                 values = [score.value for score in same]
-                low, high = interval_over_seeds(values) or (None, None)
+                metric = get_metric(name)
+                assert metric is not None
+                low, high = interval_over_seeds(values, lowest=metric.lowest) or (None, None)
                 deviation = replace(
                     same[0],
                     metric=f"{same[0].metric}_std",
@@ -500,8 +518,8 @@ def _drop_probability_metrics(metrics: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in metrics if name not in METRICS or not METRICS[name].needs_probabilities)
 
 
-def interval_over_seeds(values: Sequence[float]) -> tuple[float, float] | None:
-    """Return Student's 95% interval of the mean of values in 0 … 1, clipped to these; None for a single value."""
+def interval_over_seeds(values: Sequence[float], *, lowest: float = 0.0) -> tuple[float, float] | None:
+    """Return Student's 95% interval of the mean of values, clipped to ``lowest`` … 1; None for a single value."""
     freedom = len(values) - 1
     if not freedom:
         return None
@@ -518,7 +536,7 @@ def interval_over_seeds(values: Sequence[float]) -> tuple[float, float] | None:
         t = math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
     mean = statistics.fmean(values)
     half = t * statistics.stdev(values) / math.sqrt(len(values))
-    return max(0.0, mean - half), min(1.0, mean + half)
+    return max(lowest, mean - half), min(1.0, mean + half)
 
 
 # the 97.5% quantiles of Student's distribution with 1 … 10 degrees of freedom

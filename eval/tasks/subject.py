@@ -190,9 +190,10 @@ class Subject:
     def warn(self, message: str) -> None:
         """Log a warning about the dataset on rank 0, once per process, as a training scores it many times."""
         if self.encoder.ranks.rank == 0:
-            _warn_once(f"dataset {self.dataset.name}: {message}")
+            warn_once(f"dataset {self.dataset.name}: {message}")
 
 
 @cache
-def _warn_once(message: str) -> None:
+def warn_once(message: str) -> None:
+    """Log a warning, once per process."""
     _log.warning("%s", message)

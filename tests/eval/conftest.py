@@ -32,7 +32,7 @@ def png(seed: int) -> bytes:
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep shard indexes out of the user's cache, and repeat warnings in each test."""
     monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    subject._warn_once.cache_clear()
+    subject.warn_once.cache_clear()
 
 
 @pytest.fixture

@@ -229,6 +229,30 @@ def test_weights_of_a_language_model_lose_only_its_head(kind: str, tmp_path: Pat
             assert torch.equal(value, encoder.state_dict()[name]), name
 
 
+def test_encoder_without_a_pooler_is_refused(tmp_path: Path) -> None:
+    write_weights(
+        tmp_path, "GPT2", n_embd=32, n_layer=1, n_head=2, n_positions=24, bos_token_id=1, eos_token_id=2
+    )
+    assert pooling_of(begin(tmp_path, pooling="last")) == "last"
+    with pytest.raises(ConfigError, match="has no pooler: choose another pooling"):
+        begin(tmp_path, pooling="pooler")
+
+
+def test_encoder_of_a_model_with_a_decoder_is_used_alone(tmp_path: Path) -> None:
+    """transformers states is_encoder_decoder = false for a T5 encoder, and builds the decoder nevertheless."""
+    import transformers
+
+    write_encoder(tmp_path, "T5", d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2)
+    config = transformers.T5Config.from_pretrained(tmp_path)
+    encoder = transformers.T5EncoderModel(config)
+    encoder.save_pretrained(tmp_path)
+    tower: Any = begin(tmp_path).text
+    stored = encoder.encoder.state_dict()
+    assert not any("decoder" in name for name in tower.state_dict())
+    for name, value in tower.transformer.state_dict().items():
+        assert torch.equal(value, stored[name]), name
+
+
 def test_other_weights_are_refused_with_one_line(tmp_path: Path) -> None:
     write_weights(tmp_path / "small", "Bert")
     write_weights(tmp_path / "wide", "Bert", hidden_size=64)
@@ -262,6 +286,11 @@ def test_pretrained_encoders_are_exported_to_open_clip(pooling: str, projection:
     write_weights(tmp_path / "encoder", "Bert")
     model = begin(tmp_path / "encoder", pooling=pooling, projection=projection)
     export(model, tmp_path / "export", to=["open_clip"])  # compares embeddings with open_clip's
+    card = (tmp_path / "export" / "README.md").read_text()
+    assert "reads the configuration of the text tower in …/encoder: keep this folder" in " ".join(
+        card.split()
+    )
+    assert str(tmp_path) not in card
     again = clipkit.load(tmp_path / "export")
     assert pooling_of(again) == pooling
     assert torch.equal(clipkit.encode_text(TEXTS, again), clipkit.encode_text(TEXTS, model))

@@ -188,6 +188,24 @@ def test_no_prediction_is_worse_than_any(name: str) -> None:
         assert values[1] > values[2]
 
 
+def test_interval_of_disagreement_is_that_of_agreement_mirrored() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.randint(2, (400,), generator=generator)
+    predicted = torch.where(torch.rand(400, generator=generator) < 0.75, labels, 1 - labels)
+    agree = estimate_agreement(cohen_kappa_statistic(predicted, labels), predicted, labels)
+    opposite = estimate_agreement(cohen_kappa_statistic(1 - predicted, labels), 1 - predicted, labels)
+    assert agree is not None and opposite is not None
+    assert opposite.value < opposite.high < -0.3 and agree.low > 0.3
+    assert opposite.value == pytest.approx(-agree.value, abs=0.02)
+    assert opposite.low == pytest.approx(-agree.high, abs=0.03)
+
+
+def test_agreement_on_a_single_class_is_undefined() -> None:
+    same = torch.zeros(5, dtype=torch.int64)
+    for statistic in (cohen_kappa_statistic(same, same), matthews_statistic(same, same)):
+        assert estimate_agreement(statistic, same, same) is None
+
+
 def test_intervals_of_agreement_cover_the_true_value() -> None:
     """Of 60 samples, at least 50 intervals contain the kappa of the population."""
     generator = torch.Generator().manual_seed(0)

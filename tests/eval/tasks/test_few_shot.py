@@ -74,6 +74,22 @@ def test_interval_over_seeds_equals_scipy() -> None:
         low, high = stats.t.interval(0.95, n - 1, statistics.fmean(values), stats.sem(values))
         assert interval_over_seeds(values) == pytest.approx((low, high), abs=1e-6)
     assert interval_over_seeds([0.0, 1.0]) == (0.0, 1.0)
+    low, high = interval_over_seeds([-0.10, -0.11, -0.12], lowest=-1.0) or (0, 0)
+    assert low < -0.11 < high < 0
+    assert interval_over_seeds([-1.0, 1.0], lowest=-1.0) == (-1.0, 1.0)
+
+
+def test_metrics_that_are_undefined_for_some_draws_are_left_out(
+    model: CLIP, write_dataset: WriteDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Cohen's kappa is undefined for draws in which the only test image is right."""
+    folders = {"test": [0], "train": LABELS}
+    subject = subject_of(model, write_dataset, folders, metrics=("acc1", "cohen_kappa"))
+    options = Options(shots=(1,), seeds=tuple(range(12)), estimators=("ridge",))
+    scores = by_key(few_shot(subject, options).scores)
+    assert 0 < scores["1-shot", "acc1"].value < 1
+    assert ("1-shot", "cohen_kappa") not in scores
+    assert "cohen_kappa of 1-shot is undefined for some draws and left out" in caplog.text
 
 
 LABELS = [i % 4 for i in range(24)]
