@@ -240,12 +240,12 @@ class DataConfig(Section):
     )
     vertical_flip: float = setting(
         0.0,
-        "Probability of a vertical flip, for images without an up, such as those from above.",
+        "Probability of a vertical flip; for images without a natural orientation, such as aerial photographs.",
         between(0, 1),
     )
     rotate90: float = setting(
         0.0,
-        "Probability of a rotation by 90, 180 or 270 degrees, one as likely as another; with 0.75, all four "
+        "Probability of a rotation by 90, 180 or 270 degrees, which are equally likely; with 0.75, all four "
         "orientations are.",
         between(0, 1),
     )
@@ -439,7 +439,7 @@ class ModelConfig(Section):
     text_weights: str = setting(
         "",
         "Initial weights of a text tower of transformers: transformers for those of model.text, or a folder or "
-        "hf-hub:OWNER/REPOSITORY with others of the same encoder. The projection starts with random weights.",
+        "hf-hub:OWNER/REPOSITORY with other weights of this encoder. The projection starts with random weights.",
     )
     new_head: bool = setting(
         False,

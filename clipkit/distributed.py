@@ -331,6 +331,7 @@ def stop() -> None:
         if _failures is not None:
             _failures.close()
         dist.destroy_process_group()
+        _groups.clear()
 
 
 _is_alone = ContextVar("_is_alone", default=False)
@@ -390,11 +391,11 @@ def barrier() -> None:
 
 
 def share_timeout(groups: Iterable[dist.ProcessGroup]) -> None:
-    """Let ranks wait in further groups as long as in that of all ranks, see ``allow_long_waits``."""
+    """Apply the timeouts of the group of all ranks to further groups, see ``allow_long_waits``."""
     _groups.extend(groups)
 
 
-def _limit_waits(timeout: timedelta) -> None:
+def _set_timeouts(timeout: timedelta) -> None:
     for group in (None, *_groups):
         _set_timeout(timeout, group)
 
@@ -403,7 +404,7 @@ def allow_long_waits() -> None:
     """Let ranks wait for each other until ``end_long_waits``, as for rank 0 that saves or scores alone."""
     global _is_long
     if world_size() > 1:
-        _limit_waits(_SAVE_TIMEOUT)
+        _set_timeouts(_SAVE_TIMEOUT)
         _is_long = True
 
 
@@ -413,7 +414,7 @@ def end_long_waits() -> None:
     if world_size() > 1 and _is_long:
         # on the CPU, so that a rank with a GPU sends nothing more until then
         dist.all_reduce(torch.zeros(()))
-        _limit_waits(_STEP_TIMEOUT)
+        _set_timeouts(_STEP_TIMEOUT)
         _is_long = False
 
 

@@ -366,9 +366,8 @@ def _load_text_weights(first: CLIP, model: ModelConfig) -> None:
         folder = Path(source.removeprefix(HUB))
         if not folder.exists():
             folder = fetch_repository(source if source.startswith(HUB) else HUB + source)
-        text.take_weights(
-            module, read_weights(folder if folder.is_file() else find_transformers_weights(folder)).tensors
-        )
+        file = folder if folder.is_file() else find_transformers_weights(folder)
+        text.take_weights(module, read_weights(file).tensors)
     except CheckpointError as error:
         raise CheckpointError(f"model.text_weights = {model.text_weights!r}: {error}") from error
 

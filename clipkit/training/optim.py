@@ -305,7 +305,7 @@ def _update_stack(
     """
 
     def orthogonalize_chunk(chunk: slice) -> Tensor:
-        return orthogonalize(own[chunk])
+        return orthogonalize(matrices[chunk])
 
     def update(chunk: slice) -> None:
         weights = [local_part(parameter) for parameter in parameters[chunk]]
@@ -316,8 +316,10 @@ def _update_stack(
     first = parameters[0]
     rate = lr * 0.2 * math.sqrt(max(first.shape))
     split = split_evenly(count, world_size())
-    own = gather_stack(first, directions)[split[rank()]]  # of (N, A, B)
-    results = list(run(orthogonalize_chunk, _chunk_slices([first.numel()] * len(own), most))) or [own]
+    matrices = gather_stack(first, directions)[split[rank()]]  # this rank's of (N, A, B)
+    results = list(run(orthogonalize_chunk, _chunk_slices([first.numel()] * len(matrices), most))) or [
+        matrices
+    ]
     result = results[0] if len(results) == 1 else torch.cat(results)
     result = gather_rows(result, [part.stop - part.start for part in split])
     steps = shard_stack(first, result)  # (N, a, B)

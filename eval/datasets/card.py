@@ -94,8 +94,8 @@ class MetricKind:
         """Describe the first metric that applies to none of the tasks; "" if there is none."""
         for name in metrics:
             metric = get_metric(name)
-            ordered = metric is not None and (metric.larger_is_better or not primary)
-            if not ordered or not any(self._fits(name, task) for task in tasks):
+            allowed = metric is not None and (metric.larger_is_better or not primary)
+            if not allowed or not any(self._fits(name, task) for task in tasks):
                 applicable = ", ".join(self.list_metrics(tasks, primary=primary))
                 return f"{name!r} does not apply to {' or '.join(tasks)}; metrics that do: {applicable}"
         return ""
@@ -422,7 +422,10 @@ class Card(_Table, frozen=True, kw_only=True):
 
     def order_classes(self, keys: Sequence[str]) -> tuple[int, ...]:
         """Return where each of a dataset's classes is in the order of ``self.keys``; () if they are not ordered."""
-        return self.match_classes(keys or tuple(map(str, range(len(self.keys))))) if self.ordered else ()
+        if not self.ordered:
+            return ()
+        numbers = tuple(map(str, range(len(self.keys))))  # of a dataset that only numbers its classes
+        return self.match_classes(keys or numbers)
 
     def list_superclasses(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Return the superclass of each of a dataset's classes; () without superclasses."""

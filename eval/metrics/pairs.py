@@ -173,8 +173,8 @@ def mean_recall_statistic(items: Tensor) -> Statistic:
 
     def mean(drawn: Ints) -> Floats:
         total = drawn @ counts
-        of_captions = np.divide(drawn @ captions, total, out=np.full(len(drawn), np.nan), where=total > 0)
-        result: Floats = (drawn @ images / drawn.sum(axis=1) + of_captions) / 2
+        caption_recall = np.divide(drawn @ captions, total, out=np.full(len(drawn), np.nan), where=total > 0)
+        result: Floats = (drawn @ images / drawn.sum(axis=1) + caption_recall) / 2
         return result
 
     return mean

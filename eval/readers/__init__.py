@@ -40,7 +40,7 @@ from eval.readers.shards import (
     Members,
     files_of_split,
     find_published,
-    is_file,
+    names_files,
     open_published,
     resolve_address,
 )
@@ -89,7 +89,7 @@ def _has_samples(place: Path | str, split: str) -> bool:
     """Return whether there are shards or Parquet files of any split; nothing else can be opened in a store."""
     if isinstance(place, str):
         return True
-    if is_file(place, (".tar",)):
+    if names_files(place, (".tar",)):
         return True
     if place.is_file():
         return place.suffix in PARQUET_SUFFIXES
@@ -292,7 +292,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
     if source in BUILTIN and not Path(source).is_dir():
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
-    if path.is_dir() or is_table(path) or is_file(path, (".tar",)):
+    if path.is_dir() or is_table(path) or names_files(path, (".tar",)):
         full_path = path.resolve()
         stem = full_path.stem if path.is_file() else full_path.name
         if not path.exists():  # a pattern

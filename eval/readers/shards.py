@@ -112,7 +112,7 @@ def open_published(
         metadata_names: names of all columns of each sample's ``npy``.
         members: where images and captions are.
     """
-    is_part = is_file(place, (".tar",))
+    is_part = names_files(place, (".tar",))
     if is_part:
         place = place.parent if isinstance(place, Path) else place.rpartition("/")[0]
     root, split_in_card = _find_description(place, split)
@@ -123,8 +123,8 @@ def open_published(
     class_names = tuple(read_lines(join_place(root, "classnames.txt")))
 
     shards = _Published(name, samples, members)
-    stated = None if is_part else card.samples.get(split_in_card)
-    shards.check_images(split_in_card, stated=stated)
+    card_count = None if is_part else card.samples.get(split_in_card)
+    shards.check_images(split_in_card, card_count=card_count)
     images = SampleImages(samples, samples.files, member=shards.image)
     multilabel = kind == "multilabel"
     annotations = shards.read_annotations(arrays=multilabel or bool(metadata_names))
@@ -252,7 +252,7 @@ class _Published:
         names = list_members(shard.index.names)
         return DataError(f"dataset {self.name}: no sample has {what}; members: {names}{hint}")
 
-    def check_images(self, split: str, *, stated: int | None) -> None:
+    def check_images(self, split: str, *, card_count: int | None) -> None:
         """Check that each sample has one image, and that there are as many as the card states."""
         if self.samples.faults:
             raise DataError(
@@ -270,8 +270,8 @@ class _Published:
             complete += bool(images) or has_array
         if not complete and len(self.samples):
             raise self.nothing_usable("an image")
-        if complete < len(self.samples) or stated not in (None, complete):
-            expected = f", its card says {stated}" if stated is not None else ""
+        if complete < len(self.samples) or card_count not in (None, complete):
+            expected = f", its card says {card_count}" if card_count is not None else ""
             raise DataError(
                 f"dataset {self.name}: split {split!r} has {counted(complete, 'sample')} with an image and "
                 f"{len(self.samples) - complete} without{expected}; fetch or write it again"
@@ -459,8 +459,8 @@ def _is_dataset(address: str) -> bool:
         return False
 
 
-def is_file(place: str | Path, suffixes: tuple[str, ...]) -> bool:
-    """Return whether a place is a file, or a pattern of files, by its name."""
+def names_files(place: str | Path, suffixes: tuple[str, ...]) -> bool:
+    """Return whether a place names a file or a pattern of files with these suffixes, and not a folder."""
     return str(place).partition("?")[0].endswith(suffixes) and not Path(place).is_dir()
 
 
@@ -470,7 +470,7 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
     Files whose names state no split are the test split.
     """
     stated = ""
-    if is_file(place, suffixes):
+    if names_files(place, suffixes):
         files = list(find_source(str(place), split=split).files)
     else:
         try:
@@ -483,9 +483,8 @@ def files_of_split(name: str, place: str | Path, split: str, suffixes: tuple[str
             f"dataset {name} has no split {split!r}: all of {redact_url(str(place))} is for testing"
         )
     stems = {file.name.removesuffix(".tar") for file in files}
-    if not is_file(place, suffixes) and all(
-        map(str.isdecimal, stems)
-    ):  # published shards are 0.tar … N-1.tar
+    are_numbered = all(map(str.isdecimal, stems))  # published shards are 0.tar … N-1.tar
+    if are_numbered and not names_files(place, suffixes):
         missing = set(range(len(files))) - set(map(int, stems))
         if missing:
             folder = files[0].shown.rpartition("/")[0]
