@@ -232,7 +232,9 @@ def main(arguments: Arguments) -> int:
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, config.lock, after=after)
-        compute = TrainingStep.from_config(config, shape, model, bf16=bf16, averaged=averaged)
+        compute = TrainingStep.from_config(
+            config, shape, model, bf16=bf16, averaged=averaged, first_samples=data.shards.first_samples
+        )
         train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 

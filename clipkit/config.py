@@ -55,6 +55,7 @@ def between(least: float, most: float) -> Within:
 
 _POSITIVE = Within(words="at least 1", holds=lambda value: all(size >= 1 for size in value))
 _WEIGHTS = Within(words="above 0", holds=lambda value: all(weight > 0 for weight in value))
+_IMAGE_PROJECTION = "image:"
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
@@ -447,6 +448,12 @@ class ModelConfig(Section):
         "weights.",
         needs="weights",
     )
+    projections: tuple[str, ...] = setting(
+        (),
+        'Sources whose images have a projection of their own in training, such as "image:laion" for the source of '
+        "data.train with laion in its path; for replayed pairs of another kind (BioCLIP 2). They start as copies "
+        "of the image tower's projection, with which all images are encoded after training.",
+    )
     patch_dropout: float = setting(
         0.0,
         "Fraction of each image's patches to drop in training, chosen at random in each step (FLIP).",
@@ -468,6 +475,11 @@ class ModelConfig(Section):
             usable = bool(self.image and not self.weights)
             other = "model.image, without model.weights,"
             require_use("model.image_weights", self.image_weights, other, usable)
+
+    @property
+    def projected_sources(self) -> tuple[str, ...]:
+        """The names of sources in ``projections``."""
+        return tuple(name.removeprefix(_IMAGE_PROJECTION) for name in self.projections)
 
     @property
     def label(self) -> str:
@@ -971,8 +983,35 @@ class Config(Section):
                 locked = getattr(self.lock, name)
                 require(not locked, f"lock.{name}", locked, alone)
             require(not self.model.new_head, "model.new_head", True, alone)
+        self._check_projections()
         import_attribute("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
         import_attribute("clipkit.objectives:check_objectives")(self)
+
+    def _check_projections(self) -> None:
+        sources = self.data.sources
+        for setting_value, name in zip(self.model.projections, self.model.projected_sources, strict=True):
+            given = f"model.projections = {setting_value!r}"
+            if name == setting_value or not name:
+                raise ConfigError(f"{given}: expected image:NAME with a part of the path of a source")
+            matches = sum(name in source for source in sources)
+            if matches != 1:
+                raise ConfigError(f"{given}: {matches} sources of data.train contain {name!r}: expected one")
+        numbers = self.projection_numbers
+        if self.model.projections and (0 not in numbers or len(set(numbers)) <= len(self.model.projections)):
+            raise ConfigError(
+                f"model.projections = {list(self.model.projections)}: expected a source of data.train for each, "
+                "and at least one without a projection of its own"
+            )
+
+    @property
+    def projection_numbers(self) -> tuple[int, ...]:
+        """The projection of each source of the training data, see ``CLIP.encode_image``."""
+        numbers = [0] * len(self.data.sources)
+        for i, name in enumerate(self.model.projected_sources, start=1):
+            for j, source in enumerate(self.data.sources):
+                if name in source:
+                    numbers[j] = i
+        return tuple(numbers)
 
     def _check_captions(self) -> None:
         data = self.data

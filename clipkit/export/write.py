@@ -83,7 +83,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
         model.reset_constants()
     aside = out.with_name(f".{out.name}.partial")
     former = out.with_name(f".{out.name}.former")
-    heads = tuple(HEADS.values())
+    heads = (*HEADS.values(), "image_projections.")
     # only the towers are exported
     tensors = {name: value for name, value in collect_tensors(model).items() if not name.startswith(heads)}
     weights = model_hash(model)

@@ -328,7 +328,7 @@ def serialize_architecture(shape: Architecture) -> dict[str, Any]:
     values = asdict(shape)
     values["vision"] = {"kind": image_kinds[type(shape.vision)], **asdict(shape.vision)}
     values["text"] = {"kind": text_kinds[type(shape.text)], **asdict(shape.text)}
-    return {name: value for name, value in values.items() if value is not None}
+    return {name: value for name, value in values.items() if value not in (None, ())}
 
 
 def parse_architecture(values: Mapping[str, Any]) -> Architecture:
@@ -337,7 +337,8 @@ def parse_architecture(values: Mapping[str, Any]) -> Architecture:
         vision = _parse_tower(values["vision"], "vit", IMAGE_TOWERS)
         text = _parse_tower(values["text"], "transformer", TEXT_TOWERS)
         decoder = Decoder(**values["decoder"]) if "decoder" in values else None
-        return Architecture(**{**values, "vision": vision, "text": text, "decoder": decoder})
+        heads = {"decoder": decoder, "projections": tuple(values.get("projections", ()))}
+        return Architecture(**{**values, "vision": vision, "text": text, **heads})
     except (AttributeError, KeyError, TypeError, ConfigError) as error:
         raise CheckpointError(
             f"the stored architecture is invalid or from another version: {error}"

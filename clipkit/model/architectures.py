@@ -819,6 +819,8 @@ class Architecture:
 
     Attributes:
         masked: the target of masked patches, or None.
+        projections: sources of training images that have an image projection of their own. Images of other
+            sources, and all images after training, have the image tower's.
     """
 
     embed_dim: int
@@ -830,6 +832,7 @@ class Architecture:
     # not in ``repr``, which is part of the hash of models without one
     decoder: Decoder | None = field(default=None, repr=False)
     masked: str | None = field(default=None, repr=False)
+    projections: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         _check_integer("embed_dim", self.embed_dim, _MAX)
@@ -844,6 +847,15 @@ class Architecture:
             )
         if self.masked not in (None, *MASKED):
             raise ConfigError(f"masked = {self.masked!r} is unknown: {nearest(str(self.masked), MASKED)}")
+        if not isinstance(self.projections, tuple) or not all(
+            isinstance(name, str) for name in self.projections
+        ):
+            raise ConfigError(f"projections = {self.projections!r} has the wrong type")
+        if self.projections and (self.vision.plain is None or self.distilled):
+            raise ConfigError(
+                f"projections = {list(self.projections)} require clipkit's ViT as the image tower, not "
+                f"{self.vision.description}"
+            )
         side = self.vision.size_step
         if self.masked == "small" and side % 4:
             raise ConfigError(

@@ -26,6 +26,7 @@ from clipkit.model.towers import (
     Packed,
     Padded,
     Rows,
+    SourceProjections,
     Transformer,
     VisionTransformer,
     at_least_float32,
@@ -50,6 +51,7 @@ class CLIP(nn.Module):
         origin: description of the source it was loaded from; "" for fresh weights.
         dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
         masked_head: the head that predicts masked patches, or None.
+        image_projections: (D, O) of each of ``Architecture.projections``.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
         logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
     """
@@ -92,6 +94,9 @@ class CLIP(nn.Module):
             self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text_decoder = None if shape.decoder is None else _build_decoder(shape, shape.decoder)
         self.masked_head = None if shape.masked is None else _build_masked_head(shape, shape.masked)
+        self.image_projections = nn.ParameterList()
+        if shape.projections:
+            self._add_projections(shape.projections)
         self.logit_scale = nn.Parameter(torch.empty(()))
         self.logit_bias = nn.Parameter(torch.empty(()), requires_grad=False) if shape.logit_bias else None
         for constant in ("_mean", "_std"):
@@ -123,6 +128,7 @@ class CLIP(nn.Module):
         return_tokens: bool = False,
         then: Callable[["CLIP", Tensor, Sequence[Tensor]], Tensor] | None = None,
         on_texts: Callable[[Tensor], None] | None = None,
+        projections: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """Encode pairs, texts first.
 
@@ -135,6 +141,7 @@ class CLIP(nn.Module):
             then: a function of the model, the images and these tokens, which may use all parameters of the model:
                 those of a sharded model are gathered only within ``forward``. Its result takes the tokens' place.
             on_texts: called with the text features before images are encoded, such as to send them meanwhile.
+            projections: (B,) int64, see ``encode_image``.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
@@ -152,10 +159,10 @@ class CLIP(nn.Module):
         if on_texts is not None:
             on_texts(text)
         if return_tokens:
-            image, image_tokens = self.image_tokens(images, patches=patches)
+            image, image_tokens = self.image_tokens(images, patches=patches, projections=projections)
             decoder_tokens.insert(0, image_tokens)
         else:
-            image = self.encode_image(images, patches=patches)
+            image = self.encode_image(images, patches=patches, projections=projections)
         if then is not None:
             decoder_tokens = [then(self, images, decoder_tokens)]
         return image, text, self.logit_scale.exp(), *bias, *decoder_tokens
@@ -187,7 +194,9 @@ class CLIP(nn.Module):
             x = block(x, rows)
         return TextInput(self.ln_final(x))
 
-    def image_tokens(self, images: Tensor, *, patches: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def image_tokens(
+        self, images: Tensor, *, patches: Tensor | None = None, projections: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Encode images to unit-norm features (B, O) and the tokens that a decoder reads (B, M, W).
 
         These are the normalized tokens of the last block, the class token first, or those of the library's tower.
@@ -195,7 +204,10 @@ class CLIP(nn.Module):
         """
         if isinstance(self.visual, VisionTransformer):
             colors = self.colors if images.dtype == torch.uint8 else None
-            features, tokens = self.visual.encode_with_tokens(images, patches, colors=colors)
+            by_source = self._select_projections(projections)
+            features, tokens = self.visual.encode_with_tokens(
+                images, patches, colors=colors, by_source=by_source
+            )
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
@@ -239,17 +251,25 @@ class CLIP(nn.Module):
         return self.text_decoder.nll_by_caption(image_tokens, captions, text=text, lengths=lengths)
 
     def encode_image(
-        self, images: Tensor, *, normalize: bool = True, patches: Tensor | None = None
+        self,
+        images: Tensor,
+        *,
+        normalize: bool = True,
+        patches: Tensor | None = None,
+        projections: Tensor | None = None,
     ) -> Tensor:
         """Encode images to (B, O), in float32 for all dtypes of the tower (float64 for a float64 model).
 
         Args:
             images: (B, C, S, S) uint8, or normalized float.
             patches: (B, K) int64, the patches of each image to compute, see ``draw_patches``; None for all.
+            projections: (B,) int64, the projection of each image: 0 for the image tower's, i for the i-th of
+                ``image_projections``; None: the image tower's for all.
         """
         if self.architecture.vision.patches is not None:
             colors = self.colors if images.dtype == torch.uint8 else None
-            features = self.visual(images, patches, colors=colors)
+            by_source = self._select_projections(projections)
+            features = self.visual(images, patches, colors=colors, by_source=by_source)
         elif patches is not None:
             raise ConfigError(_NO_DROPOUT)
         else:
@@ -285,6 +305,9 @@ class CLIP(nn.Module):
     def colors(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of images, (C, 1, 1) each."""
         return self.get_buffer("_mean"), self.get_buffer("_std")
+
+    def _select_projections(self, numbers: Tensor | None) -> SourceProjections | None:
+        return None if numbers is None else SourceProjections(tuple(self.image_projections), numbers)
 
     def _normalize_colors(self, images: Tensor) -> Tensor:
         """Normalize colors; the result has the layout in which convolutions are fastest."""
@@ -379,6 +402,7 @@ class CLIP(nn.Module):
             self.text_decoder.initialize()
         if self.masked_head is not None:
             self.masked_head.initialize()
+        self._copy_projection()
         return self
 
     @torch.no_grad()
@@ -444,6 +468,22 @@ class CLIP(nn.Module):
         self.masked_head = None
         if target is not None:
             self.masked_head = self._create_head(lambda: _build_masked_head(self.architecture, target), seed)
+
+    @torch.no_grad()
+    def set_projections(self, sources: Sequence[str]) -> None:
+        """Replace the projections of images by source; each starts as a copy of the image tower's."""
+        self.architecture = replace(self.architecture, projections=tuple(sources))
+        self._add_projections(sources)
+        self._copy_projection()
+
+    def _add_projections(self, sources: Sequence[str]) -> None:
+        self.image_projections = nn.ParameterList(
+            nn.Parameter(torch.empty_like(self.visual.get_parameter("proj"))) for _ in sources
+        )
+
+    def _copy_projection(self) -> None:
+        for projection in self.image_projections:
+            projection.copy_(self.visual.get_parameter("proj"))
 
     def _create_head(self, build_head: Callable[[], Head], seed: int) -> Head:
         with torch.device("meta"):

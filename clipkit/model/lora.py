@@ -15,7 +15,7 @@ from clipkit.model.clip import CLIP
 
 _PART = "parametrizations."
 _MATRICES = ("weight", "in_proj_weight")
-_HEADS = ("logit_", "masked_head.", "text_decoder.")  # trained whole
+_HEADS = ("logit_", "masked_head.", "text_decoder.", "image_projections.")  # trained whole
 
 
 class LowRank(nn.Module):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -439,6 +439,18 @@ class AttentionPooling(nn.Module):
         return out
 
 
+class SourceProjections(NamedTuple):
+    """Projections of images by their source, see ``Architecture.projections``.
+
+    Attributes:
+        projections: P matrices (D, O).
+        numbers: (B,) int64, 0 for the tower's own projection, i for the i-th of these.
+    """
+
+    projections: Sequence[Tensor]
+    numbers: Tensor
+
+
 class VisionTransformer(nn.Module):
     """A ViT (Dosovitskiy et al. 2021) with CLIP's norm before the blocks; arguments as for ``VisionTower``."""
 
@@ -479,14 +491,26 @@ class VisionTransformer(nn.Module):
         self.proj = nn.Parameter(torch.empty(width, output_dim))
 
     def forward(
-        self, images: Tensor, patches: Tensor | None = None, *, colors: tuple[Tensor, Tensor] | None = None
+        self,
+        images: Tensor,
+        patches: Tensor | None = None,
+        *,
+        colors: tuple[Tensor, Tensor] | None = None,
+        by_source: SourceProjections | None = None,
     ) -> Tensor:
-        """Compute features (B, O), not normalized; arguments as for ``stem``."""
+        """Compute features (B, O), not normalized; arguments as for ``encode_with_tokens``."""
         if self.pool != "class":
-            return self.encode_with_tokens(images, patches, colors=colors)[0]
+            return self.encode_with_tokens(images, patches, colors=colors, by_source=by_source)[0]
         x = self.stem(images, patches, colors=colors)
-        out: Tensor = self.ln_post(self.transformer(x, Padded())) @ self.proj  # (B, O)
-        return out
+        return self._project(self.ln_post(self.transformer(x, Padded())), by_source)  # (B, O)
+
+    def _project(self, pooled: Tensor, by_source: SourceProjections | None) -> Tensor:
+        features: Tensor = pooled @ self.proj
+        if by_source is not None:
+            for i, projection in enumerate(by_source.projections, start=1):
+                selected = (by_source.numbers == i)[:, None]  # (B, 1)
+                features = torch.where(selected, pooled @ projection, features)
+        return features
 
     def encode_with_tokens(
         self,
@@ -495,10 +519,15 @@ class VisionTransformer(nn.Module):
         *,
         colors: tuple[Tensor, Tensor] | None = None,
         replaced: tuple[Tensor, Tensor] | None = None,
+        by_source: SourceProjections | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Compute features (B, O) and the normalized tokens (B, 1 + K, D), the class token first.
 
         A distillation token is the second of 2 + K; each of the two is projected to half of the features.
+
+        Args:
+            images, patches, colors, replaced: see ``stem``.
+            by_source: projections that some images have instead of ``proj``; not with a distillation token.
         """
         x = self.stem(images, patches, colors=colors, replaced=replaced)
         x = self.transformer.compute_tokens(x, Padded())
@@ -507,7 +536,7 @@ class VisionTransformer(nn.Module):
             pair = zip(tokens[:, :2].unbind(dim=1), self.proj.chunk(2, dim=1), strict=True)
             return normalize_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
         pooled = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
-        return pooled @ self.proj, tokens
+        return self._project(pooled, by_source), tokens
 
     def stem(
         self,

@@ -73,6 +73,13 @@ class Views(Term):
     def check(self, config: Config) -> None:
         super().check(config)
         require_use("views.weight", self.weight, "optim.average", bool(config.optim.average))
+        alone = "cannot be combined with views.weight"
+        require(
+            not (self.weight and config.model.projections),
+            "model.projections",
+            config.model.projections,
+            alone,
+        )
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
         step = shape.vision.size_step

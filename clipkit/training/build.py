@@ -110,7 +110,8 @@ def shape_of(
     heads: dict[str, Any] = {"decoder": None, "masked": None}
     for term in (terms or {}).values():
         heads |= term.heads(shape, model)
-    shape = replace(shape, **heads)
+    with _name_settings({"projections": "model.projections"}):
+        shape = replace(shape, **heads, projections=model.projected_sources)
     has_bias = OBJECTIVES[loss.name].initial_bias is not None
     return replace(shape, logit_bias=True) if has_bias else shape
 
@@ -224,6 +225,8 @@ def first_model(
                 add_note(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
         if first.architecture.masked != shape.masked:
             first.set_masked(shape.masked, seed=seed)
+        if first.architecture.projections != shape.projections:
+            first.set_projections(shape.projections)
         if fresh := shape.logit_bias and first.logit_bias is None:
             first.reset_bias()
         if not _fits(first, shape):
@@ -486,9 +489,10 @@ class Place:
 def tower_of(name: str) -> str:
     """Return the tower of a CLIP's parameter: "image", "text", "decoder", or "" for none.
 
-    The temperature, the bias of the loss and the head of masked patches are part of no tower.
+    The temperature, the bias of the loss, the head of masked patches and the projections of sources are part of no
+    tower.
     """
-    if name.startswith(("logit_", "masked_head.")):
+    if name.startswith(("logit_", "masked_head.", "image_projections.")):
         return ""
     if name.startswith("text_decoder."):
         return "decoder"

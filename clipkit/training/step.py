@@ -269,16 +269,20 @@ def averaged_teaching(
     Args:
         module: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
         averaged: its averaged weights.
-        inputs: this rank's ``images`` and ``tokens``, and ``lengths`` if they are known; see ``CLIP.forward``.
+        inputs: this rank's ``images`` and ``tokens``, maybe ``lengths`` and ``projections``; see ``CLIP.forward``.
         bf16: whether the towers run in bfloat16.
         tokens: whether to return the images' tokens too.
     """
     bare: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
     assert isinstance(bare, CLIP)
     pixels = inputs["images"]
+    projections = inputs.get("projections")
     precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
     with averaged.applied(), evaluation_mode(bare), torch.no_grad(), precision:
-        images, seen = bare.image_tokens(pixels) if tokens else (bare.encode_image(pixels), None)
+        if tokens:
+            images, seen = bare.image_tokens(pixels, projections=projections)
+        else:
+            images, seen = bare.encode_image(pixels, projections=projections), None
         texts = bare.encode_text(inputs["tokens"], lengths=inputs.get("lengths"))
         return Teaching(images=images, texts=texts, scale=bare.logit_scale.exp(), tokens=seen)
 
@@ -441,6 +445,8 @@ class TrainingStep:
         accumulate: parts in which this rank's rows are computed.
         bf16: whether the towers run in bfloat16.
         averaged: averaged weights, for terms and distillation that compare with them.
+        first_samples: (S,) int64, number of the first sample of each source, on the device.
+        projection_numbers: (S,) int64, the projection of each source; None if there is only the image tower's.
     """
 
     shape: Architecture
@@ -454,6 +460,8 @@ class TrainingStep:
     bf16: bool = False
     terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
+    first_samples: Tensor | None = None
+    projection_numbers: Tensor | None = None
 
     @classmethod
     def from_config(
@@ -464,9 +472,18 @@ class TrainingStep:
         *,
         bf16: bool,
         averaged: AveragedWeights | None,
+        first_samples: Sequence[int] = (),
     ) -> "TrainingStep":
-        """Return the step that the settings of a run select, and load the teacher if there is one."""
+        """Return the step that the settings of a run select, and load the teacher if there is one.
+
+        ``first_samples`` is the number of the first sample of each source of the training data.
+        """
         teacher = None
+        by_source: dict[str, Tensor] = {}
+        if shape.projections:
+            device = model.logit_scale.device
+            by_source["first_samples"] = torch.tensor(first_samples, device=device)
+            by_source["projection_numbers"] = torch.tensor(config.projection_numbers, device=device)
         if config.distill.teacher and not config.distill.is_average:
             teacher = Teacher(config.distill.teacher, model, device=model.logit_scale.device, bf16=bf16)
         return cls(
@@ -481,6 +498,7 @@ class TrainingStep:
             bf16=bf16,
             terms=select_terms(config),
             averaged=averaged,
+            **by_source,
         )
 
     @torch.no_grad()
@@ -510,6 +528,10 @@ class TrainingStep:
             rows = self.objective.text_rows(self.shape.text, len(batch.images))
             pairs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
             pairs["lengths"] = None
+        if self.first_samples is not None and self.projection_numbers is not None:
+            image_numbers = batch.identities[: len(batch.images), 0].contiguous()
+            source = torch.bucketize(image_numbers, self.first_samples, right=True) - 1
+            pairs["projections"] = self.projection_numbers[source]
         inputs = dict(pairs)
         further = [tokens for tokens in (batch.more, batch.negatives) if tokens is not None]
         if further:

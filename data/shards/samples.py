@@ -7,7 +7,7 @@ import tempfile
 import textwrap
 import time
 from collections.abc import Iterable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +106,7 @@ class Shards(OpenShards[SelectedShard]):
 
     Attributes:
         counts: (S,) int64, used samples per shard.
+        first_samples: number of the first sample of each source.
     """
 
     def __init__(self, manifest: Manifest, selection: Selection, *, cache: ShardCache | None = None) -> None:
@@ -115,6 +116,8 @@ class Shards(OpenShards[SelectedShard]):
         self.selection = selection
         self.cache = cache
         self.counts = manifest.counts
+        shards = list(accumulate(manifest.sources, initial=0))[:-1]
+        self.first_samples = tuple(int(self.counts[:first].sum()) for first in shards)
         self._plans: dict[tuple[str, ...], list[str]] = {}  # members to read, the image first
 
     @classmethod

@@ -62,6 +62,9 @@ class Way:
     several: bool = False  # whether images have two captions
     negatives: bool = False  # whether some images have a hard negative caption
     dropout: bool = False
+    projections: bool = (
+        False  # whether the last images have a projection of their own; the first rank has none
+    )
     locked: bool = False
     adapters: bool = False
     parts: int = 1
@@ -77,6 +80,7 @@ class Way:
         masked += f" pixels {self.pixels}" * bool(self.pixels)
         masked += " negatives" * self.negatives + " several" * self.several
         masked += " dropout" * self.dropout + " adapters" * self.adapters
+        masked += " projections" * self.projections
         return f"{self.loss}{caption}{masked}{' locked' * self.locked}"
 
     @property
@@ -113,6 +117,8 @@ WHAT = (
     Way(loss="siglip", views=True, masked="color"),
     Way(loss="self-taught", masked="features", dropout=True),
     Way(dropout=True),
+    Way(dropout=True, projections=True),
+    Way(loss="siglip", caption="tokens", projections=True),
     Way(locked=True),
     Way(adapters=True, dropout=True),
     Way(loss="siglip", adapters=True, caption="tokens"),
@@ -172,6 +178,8 @@ def compute(way: Way) -> dict[str, Tensor]:
             shape = replace(shape, text=replace(shape.text.plain, causal=False))
     if way.masked:
         shape = replace(shape, masked=way.masked)
+    if way.projections:
+        shape = replace(shape, projections=("replayed", "unused"))
     if way.pixels:
         tower = PixelTower(image_size=8, width=16, layers=2, heads=2, colors=8, causal=way.pixels == "next")
         shape = replace(shape, vision=tower)
@@ -315,6 +323,8 @@ def inputs(way: Way) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
     given: dict[str, Any] = {"images": images[rows, :, :side, :side], "tokens": captions}
     if way.dropout:
         given["patches"] = draw_patches(seed=5, rows=rows, patches=PATCHES, keep=KEPT)
+    if way.projections:
+        given["projections"] = (rows > BATCH // 2).long()
     if way.loss.endswith("classes"):
         given["tokens"] = torch.arange(CLASSES)[:, None]
     elif way.loss == "words":
