@@ -76,7 +76,12 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
     broadcast = distributed.broadcast_bytes
     recorded = checkpoint.manifest_file(Path(config.out))
     shards = training_data.open_training_data(
-        config.data, recorded, rank0=rank0, resumed=resumed, broadcast=broadcast
+        config.data,
+        recorded,
+        same_field=config.loss.same_field,
+        rank0=rank0,
+        resumed=resumed,
+        broadcast=broadcast,
     )
     packed = training_data.packed_images(
         config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast

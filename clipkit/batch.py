@@ -44,13 +44,15 @@ class Batch:
         ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
             replaces.
         identities: (B, 2) int64, number of the image and hash of the caption: equal for
-            samples that share one; a substitute has its own.
+            samples that share one; a substitute has its own. With ``loss.same_field`` (B, 3): and hash of the
+            field's value, or a number of its own.
         first_row: index of the first sample in the global batch.
         rank_rows: how many rows of the global batch each rank has; empty: not known.
         fault: why the batch could not be made, in which case the values are placeholders.
         bad: the samples that were replaced.
         traits: how many images are transparent or have an EXIF orientation.
         cut_captions: how many captions are longer than the context length; not counted in a smaller stage.
+        without_group: how many samples have no value of ``loss.same_field``.
         teacher: stored features of the samples, None without a teacher.
         read_seconds: time to read the samples.
         make_seconds: time to make the batch, including reading.
@@ -67,6 +69,7 @@ class Batch:
     bad: tuple[BadSample, ...] = ()
     traits: TraitCounts = field(default_factory=TraitCounts)
     cut_captions: int = 0
+    without_group: int = 0
     teacher: TeacherFeatures | None = None
     more: Tensor | None = None
     more_lengths: tuple[int, ...] = ()
@@ -82,11 +85,12 @@ class Batch:
 
     @property
     def counts(self) -> dict[str, int]:
-        """What all ranks sum up in a step: bad samples, faults, captions that were cut, and images by trait."""
+        """What all ranks sum up in a step: bad samples, faults, cut captions, missing groups, and traits."""
         return {
             "bad_samples": len(self.bad),
             "faults": int(bool(self.fault)),
             "cut_captions": self.cut_captions,
+            "without_group": self.without_group,
             **self.traits.counts_by_trait,
         }
 

@@ -578,6 +578,12 @@ class LossConfig(Section):
         "reach 0, and a confident model's loss may exceed chance.",
         one_of("negatives", "positives", "ignored"),
     )
+    same_field: str = setting(
+        "",
+        "JSON field with the group of a pair, such as concept: loss.same applies to pairs with an equal value too. "
+        "Lists are equal if all their elements are; a pair without a value has a group of its own.",
+        needs="same=positives or same=ignored",
+    )
     smoothing: float = setting(
         0.0,
         "Label smoothing: probability that a target spreads evenly over the batch or the classes.",

@@ -320,6 +320,29 @@ class CaptionRule:
         return self.prefix + caption
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairFields:
+    """Json fields of a sample that a training uses besides its captions; "" for none.
+
+    Attributes:
+        same: pairs with an equal value show the same thing.
+    """
+
+    same: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """The fields to read."""
+        return [name for name in (self.same,) if name]
+
+    def group(self, fields: Fields) -> str:
+        """Return the value of ``same`` as text; empty if the sample has none."""
+        value = value_at(fields, self.same)
+        if value in (None, [], {}) or value != value:  # NaN, which tables write for nothing
+            return ""
+        return (value if isinstance(value, str) else json.dumps(value, sort_keys=True)).strip()
+
+
 def is_utf8(text: str) -> bool:
     """Return whether a string can be encoded as UTF-8; lone surrogates, which stand for invalid bytes, cannot."""
     if text.isascii():  # fast

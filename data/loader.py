@@ -67,6 +67,7 @@ class BatchPart:
     captions: list[str] = field(default_factory=list)  # all of an image next to each other
     negatives: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)  # with ``PairFields.same``; negative for none
     features: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     traits: TraitCounts = field(default_factory=TraitCounts)
@@ -87,22 +88,24 @@ class BatchError(DataError):
 
 def caption_hash(caption: str) -> int:
     """Return 63 bits of a caption, equal in every process; white space and case are ignored."""
-    folded = " ".join(caption.casefold().split()).encode("utf-8", "surrogatepass")
-    return int.from_bytes(hashlib.blake2b(folded, digest_size=8).digest(), "little") >> 1
+    return _hash_text(" ".join(caption.casefold().split()))
 
 
-def ids_and_identities(
-    ids: npt.NDArray[np.int64], images: list[int], captions: list[str]
-) -> tuple[Tensor, Tensor]:
+def _hash_text(text: str) -> int:
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def ids_and_identities(ids: npt.NDArray[np.int64], *columns: list[int]) -> tuple[Tensor, Tensor]:
     """Return a batch's ``ids`` and ``identities`` in one storage, because each storage sent to another
     process takes a file descriptor."""
     count = len(ids)
-    numbers = np.empty(count + 2 * len(captions), dtype=np.int64)
+    numbers = np.empty(count + len(columns) * len(columns[0]), dtype=np.int64)
     numbers[:count] = ids
-    numbers[count::2] = images
-    numbers[count + 1 :: 2] = [caption_hash(caption) for caption in captions]
+    for i, column in enumerate(columns):
+        numbers[count + i :: len(columns)] = column
     both = torch.from_numpy(numbers)
-    return both[:count], both[count:].view(-1, 2)
+    return both[:count], both[count:].view(-1, len(columns))
 
 
 def token_lengths(tokens: Tensor) -> tuple[int, ...]:
@@ -265,7 +268,10 @@ class Loader:
         cut = count_cut(captions, tokens[: len(captions)]) if count_cut and not stage else 0
         rows = len(draw.ids)
         tokens, more, negatives = tokens.split([rows, len(captions) - rows, len(part.negatives)])
-        ids, identities = ids_and_identities(draw.ids, part.numbers * count, captions)
+        columns = [part.numbers * count, [caption_hash(caption) for caption in captions]]
+        if self.shards.selection.fields.same:
+            columns.append(part.groups * count)
+        ids, identities = ids_and_identities(draw.ids, *columns)
         return LoaderBatch(
             images=part.images,
             tokens=tokens,
@@ -277,6 +283,7 @@ class Loader:
             bad=tuple(part.bad),
             traits=part.traits,
             cut_captions=cut,
+            without_group=sum(group < 0 for group in part.groups),
             undecoded=Undecoded.of(part.undecoded) if part.undecoded else None,
             teacher=None if self.teacher is None else self.teacher.read(part.features),
             more=more if count > 1 else None,
@@ -298,12 +305,13 @@ class Loader:
         count = len(draw.ids)
         ids = torch.from_numpy(draw.ids)
         more = self.shards.selection.captions.count - 1
+        columns = 3 if self.shards.selection.fields.same else 2
         return LoaderBatch(
             images=self._empty_batch(count, stage).zero_(),
             tokens=torch.zeros(count, 1, dtype=torch.int64),
             lengths=(1,) * count,
             ids=ids,
-            identities=torch.stack([ids, ids], dim=1).repeat(more + 1, 1),
+            identities=ids[:, None].repeat(more + 1, columns),
             first_row=draw.first_row,
             rank_rows=self.order.rank_rows(self.world_size),
             fault=str(error),
@@ -411,7 +419,11 @@ class Loader:
             wrong = rule.wrong_captions(sample.fields) or captions
             random = random_of(self.order.seed, _NEGATIVE, epoch, sample_id)
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
-        part.numbers.append(sample_id - sample.caption_number)  # of the first sample with this image
+        number = sample_id - sample.caption_number  # of the first sample with this image
+        part.numbers.append(number)
+        if self.shards.selection.fields.same:
+            group = self.shards.selection.fields.group(sample.fields)
+            part.groups.append(_hash_text(group) if group else -1 - number)
         if features is not None:
             part.features.append(features)
 

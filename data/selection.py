@@ -22,7 +22,7 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile
-from data.captions import TEXT, CaptionRule, Fields, Filter, json_members, parse_number
+from data.captions import TEXT, CaptionRule, Fields, Filter, PairFields, json_members, parse_number
 from data.scores.table import Scores
 
 OUTSIDE = "outside data.fraction"  # why a sample is not used
@@ -66,6 +66,7 @@ class Selection:
         fraction: of the samples with the members in ``need``, those used, by a hash of shard and key: keys may
             repeat between shards. The shard counts by its name without the folder, so data may be moved.
         image: the member with the image; "" for the first one with the extension of an image.
+        fields: further fields to read; they do not decide which samples are used.
     """
 
     need: tuple[str, ...] = ("image", "caption")
@@ -75,6 +76,7 @@ class Selection:
     scores: Scores | None = None
     fraction: float = 1.0
     image: str = ""
+    fields: PairFields = field(default_factory=PairFields)
 
     @property
     def reads_json(self) -> bool:

@@ -15,11 +15,11 @@ from clipkit.files import CountProgress
 from clipkit.model import Preprocess
 from clipkit.samples import Color, TruncatedError, color_of, format_pixel_range, parse_pixel_range
 from clipkit.samples.remote import is_remote, read_text, shard_cache
-from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule
+from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule, PairFields
 from data.corpora.builtin import BUILTIN
 from data.scores.table import parse_scored_filters
 from data.selection import Selection
-from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
+from data.shards.manifest import Manifest, make_manifest, reject_unknown_pair_fields
 from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures
 
@@ -30,6 +30,7 @@ def open_training_data(
     settings: DataConfig,
     recorded: Path,
     *,
+    same_field: str = "",
     rank0: bool,
     resumed: bool,
     broadcast: Callable[[bytes], bytes],
@@ -39,6 +40,7 @@ def open_training_data(
     Args:
         settings: sources and selection of samples.
         recorded: file in the run folder where rank 0 stores the manifest.
+        same_field: the setting ``loss.same_field``.
         rank0: whether this is rank 0, which reads the indexes of the shards.
         resumed: whether the run has a checkpoint; the data must then equal the recorded data.
         broadcast: returns the bytes of rank 0 on every rank.
@@ -59,6 +61,7 @@ def open_training_data(
         truncated=settings.truncated,
         fraction=settings.fraction,
         image=settings.image.lower(),
+        fields=PairFields(same=same_field),
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
@@ -69,7 +72,7 @@ def open_training_data(
                 manifest = make_manifest(sources, selection, cache=cache, progress=progress.show)
             except TruncatedError as error:
                 raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
-        reject_unknown_negatives([shard for source in sources for shard in source], selection, cache)
+        reject_unknown_pair_fields([shard for source in sources for shard in source], selection, cache)
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
             changes = manifest.changes_since(earlier)

@@ -176,7 +176,7 @@ def manifest_file(run: Path) -> Path:
     return run / _MANIFEST
 
 
-_SUMS = ("bad_samples", *Traits._fields, "cut_captions")  # of the steps so far
+_SUMS = ("bad_samples", *Traits._fields, "cut_captions", "without_group")  # of the steps so far
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,6 +199,7 @@ class LoopState:
     frames: int = 0  # images drawn with several frames
     cmyk: int = 0  # images drawn with CMYK colors
     cut_captions: int = 0  # captions drawn that were longer than the context length
+    without_group: int = 0  # samples drawn without a value of ``loss.same_field``
     skipped: int = 0  # updates skipped because the gradient was a spike
     usual_norm: float = 0.0  # of gradients, see clipkit/training/guards.py
 

@@ -257,7 +257,7 @@ class Log:
             close()
 
     def print_data_summary(self, *, context_length: int) -> None:
-        """Print bad samples, image traits and truncated captions of the run."""
+        """Print bad samples, image traits, truncated captions and samples without a group of the run."""
         state = self._state
         if state.bad_samples:
             self.print_line(self.bad_samples.describe(state))
@@ -268,6 +268,12 @@ class Log:
                 f"note: {state.cut_captions:,} of {captions} drawn in all, "
                 f"repeats counted, had more than {context_length} tokens and were cut; a larger "
                 "model.context_length reads them whole"
+            )
+        if state.without_group:
+            self.print_line(
+                f"note: {state.without_group:,} of {counted(self._drawn, 'sample')} drawn in all, repeats counted, "
+                f"had no value of loss.same_field = {self._config.loss.same_field!r}, and no other sample in their "
+                "group"
             )
 
     def _print_bad_samples(self) -> None:

@@ -165,28 +165,32 @@ def reject_unknown_captions(
         )
 
 
-def reject_unknown_negatives(
+def reject_unknown_pair_fields(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
-    """Raise DataError if none of the first samples has a wrong caption in the field that the rule names.
+    """Raise DataError if none of the first samples has a value in one of the further fields of a pair.
 
-    Unlike other fields, this one does not decide which samples are used, so it is not part of the census.
+    Unlike other fields, these do not decide which samples are used, so they are not part of the census.
     """
-    rule = selection.captions
-    if not rule.negatives:
-        return
+    rule, pair = selection.captions, selection.fields
 
-    def has_negative(_: Sequence[str], fields: Fields) -> bool:
-        return bool(rule.wrong_captions(fields))
+    def check(setting: str, name: str, expected: str, has_value: Callable[[Fields], object]) -> None:
+        most = _LOOKED_REMOTE + 1 if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS
+        opened = _open_some(shards, selection, cache, most=most)
+        examined = _examine(opened, rule, cache, lambda _, fields: bool(has_value(fields)))
+        if examined is not None:
+            names = examined.fields
+            if expected == "text":
+                names = dict.fromkeys(examined.texts, True) or names
+            raise DataError(
+                f"{setting} names the json field {name!r}, which has {expected} in none of "
+                f"{examined.samples:,} samples examined: {field_hint(name, names)}"
+            )
 
-    most = _LOOKED_REMOTE + 1 if any(shard.is_remote for shard in shards) else _LOOKED_SHARDS
-    examined = _examine(_open_some(shards, selection, cache, most=most), rule, cache, has_negative)
-    if examined is not None:
-        raise DataError(
-            f"data.negatives names the json field {rule.negatives!r}, which has text in none of "
-            f"{examined.samples:,} samples examined: "
-            f"{field_hint(rule.negatives, examined.texts or examined.fields)}"
-        )
+    if rule.negatives:
+        check("data.negatives", rule.negatives, "text", rule.wrong_captions)
+    if pair.same:
+        check("loss.same_field", pair.same, "a value", pair.group)
 
 
 def _open_some(

@@ -166,8 +166,9 @@ class Shards(OpenShards[SelectedShard]):
         plan = self._plans.get(names)
         if plan is None:
             rule = self.selection.captions
-            negatives = json_members([rule.negatives], names) if rule.negatives else []
-            plan = [*dict.fromkeys([self.selection.image, *rule.select_members(names), *negatives])]
+            further = [*filter(None, [rule.negatives]), *self.selection.fields.names]
+            plan = [self.selection.image, *rule.select_members(names), *json_members(further, names)]
+            plan = [*dict.fromkeys(plan)]
             self._plans[names] = plan
         # only the image may be missing
         members: dict[str, Any] = dict(zip(plan, opened.read(row, plan, layout=layout), strict=True))

@@ -494,7 +494,8 @@ def test_identities_take_microseconds_per_sample() -> None:
     best = 1.0
     for _ in range(5):
         began = time.perf_counter()
-        found, identities = ids_and_identities(ids, ids.tolist(), captions)
+        hashes = [caption_hash(caption) for caption in captions]
+        found, identities = ids_and_identities(ids, ids.tolist(), hashes)
         best = min(best, time.perf_counter() - began)
     assert best / 4096 < 20e-6
     assert found.tolist() == identities[:, 0].tolist() == list(range(4096))
