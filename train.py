@@ -66,7 +66,7 @@ class RunData:
             samples += f", {left_out}"
         lines = [f"{samples}; {self.order.describe(config.steps, config.data.redacted_sources)}"]
         if not resumed:
-            lines += self.packed.notes
+            lines += [*self.shards.notes, *self.packed.notes]
         return lines
 
 

@@ -175,7 +175,8 @@ class DataConfig(Section):
     )
     caption_weights: tuple[float, ...] = setting(
         (),
-        "Relative frequency of each of data.captions, with data.caption_choice=weighted.",
+        "Relative frequency of each of data.captions, with data.caption_choice=weighted; a sample draws from those "
+        "that it has.",
         _WEIGHTS,
         needs="caption_choice=weighted",
     )

@@ -19,7 +19,12 @@ from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule
 from data.corpora.builtin import BUILTIN
 from data.scores.table import parse_scored_filters
 from data.selection import Selection
-from data.shards.manifest import Manifest, make_manifest, reject_unknown_negatives
+from data.shards.manifest import (
+    Manifest,
+    check_drawn_captions,
+    make_manifest,
+    reject_unknown_negatives,
+)
 from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures
 
@@ -62,6 +67,7 @@ def open_training_data(
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
+    notes: list[str] = []
     if rank0:
         sources = [find_shards(source) for source in settings.sources]
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
@@ -70,6 +76,8 @@ def open_training_data(
             except TruncatedError as error:
                 raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
         reject_unknown_negatives([shard for source in sources for shard in source], selection, cache)
+        if not resumed:
+            notes = check_drawn_captions(sources, selection, cache)
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
             changes = manifest.changes_since(earlier)
@@ -88,7 +96,7 @@ def open_training_data(
         content = manifest.to_bytes()
     shared = Manifest.from_bytes(broadcast(content))
     assert shared is not None
-    return Shards(shared, selection, cache=cache)
+    return Shards(shared, selection, cache=cache, notes=notes)
 
 
 def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:

@@ -106,15 +106,24 @@ class Shards(OpenShards[SelectedShard]):
 
     Attributes:
         counts: (S,) int64, used samples per shard.
+        notes: lines about the samples to print before a run.
     """
 
-    def __init__(self, manifest: Manifest, selection: Selection, *, cache: ShardCache | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        selection: Selection,
+        *,
+        cache: ShardCache | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
         assert manifest.selection == selection.identity
         super().__init__(manifest.counts.tolist())
         self.manifest = manifest
         self.selection = selection
         self.cache = cache
         self.counts = manifest.counts
+        self.notes = notes
         self._plans: dict[tuple[str, ...], list[str]] = {}  # members to read, the image first
 
     @classmethod
