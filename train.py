@@ -145,6 +145,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         decode_later=config.data.nvjpeg,
         stages=small_stages(config.small, image_size=size, context_length=length),
         teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
+        text_dropout=config.data.text_dropout,
     )
 
 
