@@ -66,7 +66,7 @@ class RunData:
             samples += f", {left_out}"
         lines = [f"{samples}; {self.order.describe(config.steps, config.data.redacted_sources)}"]
         if not resumed:
-            lines += self.packed.notes
+            lines += [*self.shards.notes, *self.packed.notes]
         return lines
 
 
@@ -150,6 +150,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         decode_later=config.data.nvjpeg,
         stages=small_stages(config.small, image_size=size, context_length=length),
         teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
+        text_dropout=config.data.text_dropout,
     )
 
 

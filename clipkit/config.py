@@ -176,7 +176,8 @@ class DataConfig(Section):
     )
     caption_weights: tuple[float, ...] = setting(
         (),
-        "Relative frequency of each of data.captions, with data.caption_choice=weighted.",
+        "Relative frequency of each of data.captions, with data.caption_choice=weighted; a sample draws from those "
+        "that it has.",
         _WEIGHTS,
         needs="caption_choice=weighted",
     )
@@ -184,6 +185,12 @@ class DataConfig(Section):
         (), 'Templates applied to captions, such as "a photo of {}"; one is chosen at random.'
     )
     caption_prefix: str = setting("", "Text added before each caption.")
+    text_dropout: float = setting(
+        0.0,
+        "Probability of leaving out each word of a caption in training, but not all of them nor those of "
+        "data.caption_prefix. Captions count as equal (loss.same) by all of their words.",
+        _BELOW_ONE,
+    )
     negatives: str = setting(
         "",
         "JSON field with wrong captions of an image, one or a list, as negatives of this image alone (NegCLIP); "
@@ -1025,6 +1032,13 @@ class Config(Section):
             alone = "cannot be combined with distillation"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
+        if data.text_dropout:
+            for name, other in (
+                ("model.text", self.model.text if self.model.over_classes else ""),
+                ("distill.text_features", self.distill.text_features),
+                ("data.negatives", data.negatives),
+            ):
+                require(not other, name, other, "cannot be combined with data.text_dropout")
         if data.caption_count > 1:
             same = "expected positives or ignored with data.caption_count above 1"
             require(self.loss.same != "negatives", "loss.same", self.loss.same, same)

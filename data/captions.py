@@ -343,6 +343,15 @@ class PairFields:
         return (value if isinstance(value, str) else json.dumps(value, sort_keys=True)).strip()
 
 
+def drop_words(text: str, probability: float, random: np.random.Generator) -> str:
+    """Leave out each word of a text with this probability, but not all; words are separated by white space."""
+    words = text.split()
+    kept = random.random(len(words)) >= probability
+    if words and not kept.any():
+        kept[random.integers(len(words))] = True
+    return " ".join(word for word, keep in zip(words, kept, strict=True) if keep)
+
+
 def is_utf8(text: str) -> bool:
     """Return whether a string can be encoded as UTF-8; lone surrogates, which stand for invalid bytes, cannot."""
     if text.isascii():  # fast

@@ -41,7 +41,7 @@ from data.augment import (
     random_of,
     training_pixels,
 )
-from data.captions import TEXT
+from data.captions import TEXT, drop_words
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.teacher import FoundRow, StoredFeatures
@@ -65,6 +65,7 @@ class BatchPart:
 
     images: Tensor
     captions: list[str] = field(default_factory=list)  # all of an image next to each other
+    texts: list[str] = field(default_factory=list)  # the captions after ``text_dropout``
     negatives: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # with ``PairFields.same``; negative for none
@@ -150,7 +151,7 @@ _NEARBY = 2  # of these, with groups, those that read the shard of the bad sampl
 _AHEAD = 4  # batches that each worker makes ahead, unless the memory below would not hold them
 _AHEAD_BYTES = 2 << 30  # of the batches that the workers of a rank make ahead; at least one batch each
 _SHARED_MEMORY = Path("/dev/shm")
-_CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE = range(4)  # purposes of random numbers; part of their seed
+_CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE, _WORDS = range(5)  # purposes of random numbers; part of their seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +176,7 @@ class Loader:
         decode_later: leave plain JPEGs to ``on_device``, except those that must be rotated.
         stages: smaller sizes for the first steps; the crops are the same at every size.
         teacher: stored features of the samples.
+        text_dropout: probability that a word of a caption is left out, except those of the prefix.
     """
 
     shards: Shards
@@ -190,6 +192,7 @@ class Loader:
     decode_later: bool = False
     stages: tuple[Stage, ...] = ()
     teacher: StoredFeatures | None = None
+    text_dropout: float = 0.0
     _tokenizers: dict[int, Callable[[Sequence[str]], Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -260,12 +263,12 @@ class Loader:
             torch.set_num_threads(threads)
         count = self.shards.selection.captions.count
         captions = [caption for i in range(count) for caption in part.captions[i::count]]
-        texts = captions + part.negatives
+        texts = [text for i in range(count) for text in part.texts[i::count]] + part.negatives
         tokenize = self._tokenizers[stage.context_length] if stage else self.tokenize
         tokens = tokenize(texts)
         lengths = token_lengths(tokens)
         count_cut = getattr(self.tokenize, "count_cut", None)
-        cut = count_cut(captions, tokens[: len(captions)]) if count_cut and not stage else 0
+        cut = count_cut(texts[: len(captions)], tokens[: len(captions)]) if count_cut and not stage else 0
         rows = len(draw.ids)
         tokens, more, negatives = tokens.split([rows, len(captions) - rows, len(part.negatives)])
         columns = [part.numbers * count, [caption_hash(caption) for caption in captions]]
@@ -415,6 +418,7 @@ class Loader:
             )
         part.traits.add(traits)
         part.captions += captions
+        part.texts += self._drop_words(captions, epoch, sample_id)
         if self._has_negatives:
             wrong = rule.wrong_captions(sample.fields) or captions
             random = random_of(self.order.seed, _NEGATIVE, epoch, sample_id)
@@ -426,6 +430,16 @@ class Loader:
             part.groups.append(_hash_text(group) if group else -1 - number)
         if features is not None:
             part.features.append(features)
+
+    def _drop_words(self, captions: Sequence[str], epoch: int, sample_id: int) -> Sequence[str]:
+        if not self.text_dropout:
+            return captions
+        random = random_of(self.order.seed, _WORDS, epoch, sample_id)
+        prefix = self.shards.selection.captions.prefix
+        return [
+            prefix + drop_words(caption.removeprefix(prefix), self.text_dropout, random)
+            for caption in captions
+        ]
 
 
 class _Batches(Dataset[LoaderBatch | DataError]):

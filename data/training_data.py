@@ -19,7 +19,12 @@ from data.captions import DRAW_CAPTIONS, TEXT, CaptionRule, PairFields
 from data.corpora.builtin import BUILTIN
 from data.scores.table import parse_scored_filters
 from data.selection import Selection
-from data.shards.manifest import Manifest, make_manifest, reject_unknown_pair_fields
+from data.shards.manifest import (
+    Manifest,
+    check_drawn_captions,
+    make_manifest,
+    reject_unknown_pair_fields,
+)
 from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures
 
@@ -65,6 +70,7 @@ def open_training_data(
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
+    notes: list[str] = []
     if rank0:
         sources = [find_shards(source) for source in settings.sources]
         with CountProgress("counting shards", total=sum(map(len, sources)), shown=True) as progress:
@@ -73,6 +79,8 @@ def open_training_data(
             except TruncatedError as error:
                 raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
         reject_unknown_pair_fields([shard for source in sources for shard in source], selection, cache)
+        if not resumed:
+            notes = check_drawn_captions(sources, selection, cache)
         earlier = Manifest.load(recorded)
         if earlier is not None and resumed:
             changes = manifest.changes_since(earlier)
@@ -91,7 +99,7 @@ def open_training_data(
         content = manifest.to_bytes()
     shared = Manifest.from_bytes(broadcast(content))
     assert shared is not None
-    return Shards(shared, selection, cache=cache)
+    return Shards(shared, selection, cache=cache, notes=notes)
 
 
 def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:

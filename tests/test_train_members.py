@@ -20,6 +20,7 @@ def test_published_layouts_are_trained_on(layout: str, trainings: Trainings, tmp
     more = (
         f"data.image={image}",
         "data.caption_choice=random",
+        "data.text_dropout=0.2",
         f'eval.data=["{tmp_path / "data"}","digits"]',
     )
     trainings.run(tmp_path / "run", *settings, *more)

@@ -63,6 +63,8 @@ class Caption(Term):
 
     def check(self, config: Config) -> None:
         super().check(config)
+        incomplete = "cannot be combined with caption.weight, which would learn to leave out words"
+        require(not config.data.text_dropout, "data.text_dropout", config.data.text_dropout, incomplete)
         if self.feed != "tokens":
             data = config.data
             alone = f"cannot be combined with caption.feed={self.feed}"

@@ -193,6 +193,46 @@ def reject_unknown_pair_fields(
         check("loss.same_field", pair.same, "a value", pair.group)
 
 
+def check_drawn_captions(
+    sources: Sequence[Sequence[ShardFile]], selection: Selection, cache: ShardCache | None
+) -> list[str]:
+    """Return notes on the data.captions that half of the first samples lack, if one of them is drawn.
+
+    Raises:
+        DataError: none of the samples has a caption in one of them.
+    """
+    rule = selection.captions
+    if rule.choice not in ("random", "weighted") or len(rule.fields) == 1:
+        return []
+    lacking = Counter(dict.fromkeys(rule.fields, 0))
+
+    def count(_: Sequence[str], fields: Fields) -> bool:
+        captions = rule.captions_by_field(fields)
+        lacking.update(name for name, texts in zip(rule.fields, captions, strict=True) if not texts)
+        return False
+
+    is_remote = any(shard.is_remote for source in sources for shard in source)
+    most = max(1, (_LOOKED_REMOTE + 1 if is_remote else _LOOKED_SHARDS) // len(sources))
+    opened = chain.from_iterable(_open_some(source, selection, cache, most=most) for source in sources)
+    examined = _examine(opened, rule, cache, count)
+    notes: list[str] = []
+    if examined is None:
+        return notes
+    for name, samples in lacking.items():
+        if samples == examined.samples:
+            raise DataError(
+                f"data.captions names {name!r}, in which none of {samples:,} samples examined has a caption: "
+                f"remove it, or correct its name; members: {list_members(examined.members)}; json fields with "
+                f"text: {join_names(examined.texts) or 'none'}"
+            )
+        if 2 * samples >= examined.samples:
+            notes.append(
+                f"note: {samples:,} of {examined.samples:,} samples examined have no caption in {name}: "
+                "another of data.captions is drawn for them"
+            )
+    return notes
+
+
 def _open_some(
     shards: Sequence[ShardFile],
     selection: Selection,

@@ -107,9 +107,17 @@ class Shards(OpenShards[SelectedShard]):
     Attributes:
         counts: (S,) int64, used samples per shard.
         first_samples: number of the first sample of each source.
+        notes: lines about the samples to print before a run.
     """
 
-    def __init__(self, manifest: Manifest, selection: Selection, *, cache: ShardCache | None = None) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        selection: Selection,
+        *,
+        cache: ShardCache | None = None,
+        notes: Sequence[str] = (),
+    ) -> None:
         assert manifest.selection == selection.identity
         super().__init__(manifest.counts.tolist())
         self.manifest = manifest
@@ -118,6 +126,7 @@ class Shards(OpenShards[SelectedShard]):
         self.counts = manifest.counts
         shards = list(accumulate(manifest.sources, initial=0))[:-1]
         self.first_samples = tuple(int(self.counts[:first].sum()) for first in shards)
+        self.notes = notes
         self._plans: dict[tuple[str, ...], list[str]] = {}  # members to read, the image first
 
     @classmethod

@@ -168,6 +168,25 @@ def test_overrides_are_parsed_by_field_type(folder: Path, override: str, value: 
 
 
 @pytest.mark.parametrize(
+    ("override", "refused"),
+    [
+        ("data.negatives=wrong", "data.negatives = 'wrong'"),
+        ("model.text=classes:x", "model.text = 'classes:x'"),
+        ("distill.text_features=a distill.features=b", "distill.text_features = 'a'"),
+        ("caption.weight=1", "data.text_dropout = 0.5"),
+    ],
+)
+def test_text_dropout_refuses_what_needs_whole_texts(folder: Path, override: str, refused: str) -> None:
+    load(folder, "", "data.text_dropout=0.5")
+    with pytest.raises(ConfigError, match=f"^{refused} is invalid: cannot be combined with "):
+        load(folder, "", "data.text_dropout=0.5", *override.split())
+    with pytest.raises(
+        ConfigError, match=r"data.text_dropout = 1.0 is invalid: expected at least 0 and below 1"
+    ):
+        load(folder, "", "data.text_dropout=1")
+
+
+@pytest.mark.parametrize(
     ("override", "message"),
     [
         ("optim.lrr=1", "optim.lrr is unknown: did you mean 'optim.lr'?"),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from clipkit.errors import DataError
-from data.captions import CaptionRule
+from data.captions import CaptionRule, drop_words
 
 CHOICES = ("first", "random", "weighted", "all")
 META = {
@@ -128,6 +128,28 @@ def test_captions_by_number() -> None:
     rule = CaptionRule(fields=("all", "txt", "deep.er.list"), choice="all")
     found = [rule.caption(merged("text", META), number, None) for number in range(6)]
     assert found == ["one", "two", "text", "x", "y", None]
+
+
+@given(
+    st.lists(st.text(alphabet="abc", min_size=1, max_size=3), min_size=1, max_size=9), st.integers(0, 2**32)
+)
+def test_dropped_words_are_some_in_order_but_never_all(words: list[str], seed: int) -> None:
+    for probability in (0.0, 0.4, 0.999):
+        kept = drop_words("  ".join(words), probability, chance(seed)).split()
+        remaining = iter(words)
+        assert kept and all(word in remaining for word in kept)
+        assert kept == drop_words(" ".join(words), probability, chance(seed)).split()
+        if not probability:
+            assert kept == words
+
+
+def test_each_word_is_dropped_with_the_probability() -> None:
+    random = chance()
+    words = [f"w{i}" for i in range(20)]
+    seen = Counter(word for _ in range(2000) for word in drop_words(" ".join(words), 0.3, random).split())
+    assert all(abs(seen[word] - 1400) < 100 for word in words)
+    alone = Counter(drop_words("a b", 0.99, random) for _ in range(2000))
+    assert abs(alone["a"] - alone["b"]) < 300 and alone["a b"] < 20
 
 
 def test_templates_and_prefix() -> None:

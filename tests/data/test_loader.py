@@ -111,6 +111,52 @@ def test_batch_content(shards: Shards) -> None:
     assert torch.equal(batch.tokens, full[:, :longest])
 
 
+def test_text_dropout_depends_on_epoch_and_sample_only_and_changes_no_identity(shards: Shards) -> None:
+    def texts(batches: Sequence[Batch]) -> dict[tuple[int, int], bytes]:
+        return {
+            (int(sample_id), step * BATCH // SAMPLES): np.trim_zeros(tokens.numpy(), "b").tobytes()
+            for step, batch in enumerate(batches)
+            for sample_id, tokens in zip(batch.ids, batch.tokens, strict=True)
+        }
+
+    steps = 2 * SAMPLES // BATCH
+    plain = [*make_loader(shards).batches(0, steps)]
+    dropped = [*make_loader(shards, text_dropout=0.4, num_workers=2).batches(0, steps)]
+    for before, after in zip(plain, dropped, strict=True):
+        assert torch.equal(before.images, after.images) and torch.equal(before.identities, after.identities)
+    ranks = [[*make_loader(shards, text_dropout=0.4, rank=i, world_size=2).batches(0, steps)] for i in (0, 1)]
+    expected = texts(dropped)
+    assert texts(ranks[0]) | texts(ranks[1]) == expected
+    assert sum(expected[i, 0] != expected[i, 1] for i in range(SAMPLES)) > SAMPLES / 3
+    assert expected != texts(plain)
+    assert texts([*make_loader(shards, text_dropout=0.4, seed=4).batches(0, steps)]) != expected
+
+
+def test_text_dropout_keeps_the_prefix_and_drops_words_of_every_caption(shards: Shards) -> None:
+    rule = CaptionRule(prefix="a photo of ", count=2)
+    selection = replace(shards.selection, captions=rule)
+    tokenize = RecordingTokenizer()
+    loader = replace(make_loader(Shards(shards.manifest, selection), text_dropout=0.5), tokenize=tokenize)
+    for step in range(5):
+        loader.batch(step)
+    assert len(tokenize.texts) == 2 * SAMPLES and all(
+        text.startswith("a photo of ") for text in tokenize.texts
+    )
+    words = [len(text.split()) - 3 for text in tokenize.texts]
+    assert min(words) == 1 and max(words) > 3 and abs(sum(words) - 2.35 * 2 * SAMPLES) < 40
+
+
+class RecordingTokenizer:
+    """Tokenizes, and keeps the texts."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def __call__(self, texts: Sequence[str]) -> torch.Tensor:
+        self.texts += texts
+        return tokenize(texts, 20)
+
+
 @pytest.mark.parametrize("kind", ["shards", "damaged"])
 def test_batches_do_not_depend_on_workers_ranks_or_start(kind: str, request: pytest.FixtureRequest) -> None:
     data = request.getfixturevalue(kind)

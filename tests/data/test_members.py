@@ -32,10 +32,10 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def opened(source: Path, run: Path, **data: object) -> Shards:
+def opened(source: Path | tuple[str, ...], run: Path, **data: object) -> Shards:
     """Open shards with the settings of a training."""
     run.mkdir(exist_ok=True)
-    settings = DataConfig(train=str(source), **data)  # type: ignore[arg-type]
+    settings = DataConfig(train=source if isinstance(source, tuple) else str(source), **data)  # type: ignore[arg-type]
     return open_training_data(
         settings, run / "data.manifest", rank0=True, resumed=False, broadcast=lambda content: content
     )
@@ -125,6 +125,60 @@ def test_types_of_text_are_drawn_uniformly(seed: int, tmp_path: Path) -> None:
     )
     assert set(drawn) == {f"{name} of 3" for name in BIOCLIP_TEXTS}
     assert stats.chisquare(list(drawn.values())).pvalue > 1e-3
+
+
+def test_types_of_text_are_drawn_by_weights_among_those_of_the_sample(tmp_path: Path) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    samples = [{"jpg": jpeg_of(0), "sci.txt": "sci", "com.txt": "com", "taxon.txt": "taxon"}]
+    samples += [{"jpg": jpeg_of(1), "sci.txt": "sci", "com.txt": "com"}] * 2
+    shard_of(tmp_path / "0.tar", samples)
+    shards = opened(
+        tmp_path / "0.tar",
+        tmp_path / "run",
+        captions=("sci.txt", "com.txt", "taxon.txt"),
+        caption_choice="weighted",
+        caption_weights=(1.0, 3.0, 4.0),
+    )
+    rule = shards.selection.captions
+    for sample_id, weights in ((0, {"sci": 1, "com": 3, "taxon": 4}), (1, {"sci": 1, "com": 3})):
+        fields = shards.read(sample_id).fields
+        seen = Counter(rule.caption(fields, 0, random_of(5, 2, epoch, sample_id)) for epoch in range(4000))
+        expected = [4000 * weight / sum(weights.values()) for weight in weights.values()]
+        assert seen.keys() == weights.keys()
+        assert stats.chisquare([seen[name] for name in weights], expected).pvalue > 1e-3
+    assert shards.notes == [
+        "note: 2 of 3 samples examined have no caption in taxon.txt: another of data.captions is drawn for them"
+    ]
+
+
+@pytest.mark.parametrize("choice", ["random", "weighted"])
+def test_type_of_text_that_no_sample_has_is_an_error(choice: str, tmp_path: Path) -> None:
+    samples = [{"jpg": jpeg_of(0), "sci.txt": "sci", "json": json.dumps({"alt": "x"})}] * 3
+    shard_of(tmp_path / "0.tar", samples)
+    settings: dict[str, Any] = {"captions": ("sci.txt", "alt", "taxon.txt"), "caption_choice": choice}
+    if choice == "weighted":
+        settings["caption_weights"] = (1.0, 1.0, 1.0)
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path / "0.tar", tmp_path / "run", **settings)
+    assert str(caught.value) == (
+        "data.captions names 'taxon.txt', in which none of 3 samples examined has a caption: remove it, or correct "
+        "its name; members: jpg (3), json (3), sci.txt (3); json fields with text: alt"
+    )
+    assert len(opened(tmp_path / "0.tar", tmp_path / "run", captions=settings["captions"])) == 3
+
+
+def test_types_of_text_are_looked_for_in_every_source(tmp_path: Path) -> None:
+    for name in ("sci.txt", "com.txt"):
+        (tmp_path / name).mkdir()
+        for shard in range(9):
+            shard_of(tmp_path / name / f"{shard}.tar", [{"jpg": jpeg_of(0), name: "text"}] * 2)
+    shards = opened(
+        (str(tmp_path / "sci.txt"), str(tmp_path / "com.txt")),
+        tmp_path / "run",
+        captions=("sci.txt", "com.txt"),
+        caption_choice="random",
+    )
+    assert [note.split(" have")[0] for note in shards.notes] == ["note: 8 of 16 samples examined"] * 2
 
 
 @pytest.mark.parametrize("layout", SETTINGS)
