@@ -440,9 +440,11 @@ class ModelConfig(Section):
     )
     image_weights: str = setting(
         "",
-        "Initial weights of a timm tower, for example to lock it (LiT): a file in timm's names, "
-        "hf-hub:OWNER/REPOSITORY, or timm for those that timm publishes. Images are normalized as timm does. For "
-        "pixels, the file of `python -m data palette`.",
+        "Initial weights of the image tower, for example to lock it (LiT): a file or folder with timm's names, or "
+        "hf-hub:OWNER/REPOSITORY. For clipkit's ViT those of a ViT of timm, DINO, iBOT or MAE with a class token, "
+        "mostly with shape.norms=vit; set pixels.mean and pixels.std to those of the weights. For a tower of timm, "
+        "also timm, for those that timm publishes; its images are normalized as timm does. For pixels, the file "
+        "of `python -m data palette`.",
     )
     text_weights: str = setting(
         "",
@@ -479,9 +481,8 @@ class ModelConfig(Section):
             other = "model.text=transformers:FOLDER or NAME, without model.weights,"
             require_use("model.text_weights", self.text_weights, other, usable)
         if self.image_weights:
-            usable = bool(self.image and not self.weights)
-            other = "model.image, without model.weights,"
-            require_use("model.image_weights", self.image_weights, other, usable)
+            alone = "model.weights have their own image tower"
+            require(not self.weights, "model.image_weights", self.image_weights, alone)
 
     @property
     def projected_sources(self) -> tuple[str, ...]:
@@ -538,15 +539,22 @@ class ShapeConfig(Section):
     patch: int = setting(0, "Side of a patch in pixels.", at_least(0))
     pool: str = setting(
         "",
-        "What is projected to an image's features. class: the class token. mean: the mean of the patches. map: "
-        "attention of a learned token to the patches. Empty: that of model.name.",
-        one_of("", "class", "mean", "map"),
+        "What is projected to an image's features. class: the class token. mean: the mean of the patches. "
+        "mean_norm: the same, but normalized after the mean, not before it. map: attention of a learned token to "
+        "the patches. Empty: that of model.name.",
+        one_of("", "class", "mean", "mean_norm", "map"),
     )
     positions: str = setting(
         "",
         "Position embeddings of patches: learned; learned_2d: one for each row and each column, of half the width; "
         "sincos_2d: fixed sines and cosines of row and column; none. Empty: those of model.name.",
         one_of("", "learned", "learned_2d", "sincos_2d", "none"),
+    )
+    norms: str = setting(
+        "",
+        "Layer norms of the image tower. clip: one more before the blocks, epsilon 1e-5. vit: as in ViT, DINO, MAE "
+        "and most of timm's ViTs: none before the blocks, 1e-6. Empty: those of model.name, clip.",
+        one_of("", "clip", "vit"),
     )
     distilled: bool = setting(
         False,

@@ -20,21 +20,10 @@ from torch import Tensor, nn
 from clipkit.export.checks import Samples, max_difference
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
+from clipkit.model.state_dicts import rename_to_timm
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _SIZES = {(384, 12, 6): "small", (768, 12, 12): "base", (1024, 24, 16): "large", (1280, 32, 16): "huge"}
-_NAMES = (  # ours, timm's
-    ("ln_pre.", "norm_pre."),
-    ("ln_post.", "norm."),
-    ("transformer.resblocks.", "blocks."),
-    (".ln_1.", ".norm1."),
-    (".ln_2.", ".norm2."),
-    (".attn.in_proj_", ".attn.qkv."),
-    (".attn.out_proj.", ".attn.proj."),
-    (".mlp.c_fc.", ".mlp.fc1."),
-    (".mlp.c_proj.", ".mlp.fc2."),
-    ("conv1.", "patch_embed.proj."),
-)
 _CROP_MODES = {"shortest": "center", "squash": "squash", "longest": "border"}
 
 
@@ -131,10 +120,7 @@ def _convert_plain_tower(model: CLIP, visual: Mapping[str, Tensor]) -> _Backbone
     }
     for name_in_clipkit, value in visual.items():
         if name_in_clipkit not in ("class_embedding", "positional_embedding", "proj"):
-            theirs = name_in_clipkit
-            for ours, timms in _NAMES:
-                theirs = theirs.replace(ours, timms)
-            tensors[theirs] = value
+            tensors[rename_to_timm(name_in_clipkit)] = value
     return _Backbone(name=name, arguments=arguments, classes=model.architecture.embed_dim, tensors=tensors)
 
 

@@ -16,9 +16,7 @@ QuickGELU: the tensors are the same, and the wrong activation lowers scores with
 
 import json
 import math
-import re
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
@@ -63,6 +61,7 @@ from clipkit.model.clip import CLIP, build
 from clipkit.model.lora import add_adapters, merge_adapters
 from clipkit.model.names import OPEN_CLIP, check_names, create_architecture, from_open_clip, open_clip_config
 from clipkit.model.preprocess import Preprocess
+from clipkit.model.state_dicts import describe_misfit
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer, has_tokenizer, open_folder_tokenizer
 
 _OPEN_CLIP_WEIGHTS = (
@@ -76,7 +75,6 @@ _CHECKED_VALUES = 2**18  # per tensor
 _MAX_LAYERS = 256
 # limit for values of position embeddings, which some towers compute even on the meta device
 _MAX_POSITIONS = 2**26
-_MAX_NAMES = 4  # in a message, per kind
 # of a ViT, of a ResNet's pooling, of a ViT of timm
 _IMAGE = ("visual.positional_embedding", "visual.attnpool.positional_embedding", "visual.trunk.pos_embed")
 _TEXT = ("positional_embedding", "text.positional_embedding")
@@ -681,39 +679,9 @@ def _fit_tensors(
 
 def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -> None:
     """Check that tensors match a model's names, shapes and kinds of dtype; the model may be on the meta device."""
-    expected = model.state_dict()
-    misshapen = []
-    for name in sorted(expected.keys() & tensors.keys()):
-        value = tensors[name]
-        if value.shape != expected[name].shape:
-            misshapen.append(f"{name} {tuple(value.shape)} instead of {tuple(expected[name].shape)}")
-        elif value.is_floating_point() != expected[name].is_floating_point():
-            raise CheckpointError(f"{origin}: {name} is {value.dtype}, not {expected[name].dtype}")
-    missing = sorted(expected.keys() - tensors.keys())
-    unexpected = sorted(tensors.keys() - expected.keys())
-    parts = []
-    if misshapen:
-        parts.append(f"{len(misshapen)} with another shape ({_join_names(misshapen)})")
-    if missing:
-        parts.append(f"{len(missing)} missing ({_join_names(_group_by_layer(missing))})")
-    if unexpected:
-        parts.append(f"{len(unexpected)} unexpected ({_join_names(_group_by_layer(unexpected))})")
-    if parts:
-        raise CheckpointError(
-            f"{origin}: the weights do not match {model.name or 'the model'}: {'; '.join(parts)}"
-        )
-
-
-def _group_by_layer(names: list[str]) -> list[str]:
-    layers: Counter[str] = Counter()
-    for name in names:
-        layer = re.match(r".*?\.\d+\.", name)
-        layers[f"{layer[0]}*" if layer else name] += 1
-    return [f"{layer} ×{count}" if count > 1 else layer for layer, count in layers.items()]
-
-
-def _join_names(names: list[str]) -> str:
-    return ", ".join(names[:_MAX_NAMES]) + (", …" if len(names) > _MAX_NAMES else "")
+    misfit = describe_misfit(model.state_dict(), tensors)
+    if misfit:
+        raise CheckpointError(f"{origin}: the weights do not match {model.name or 'the model'}: {misfit}")
 
 
 def _try_sizes(model: CLIP) -> None:

@@ -42,7 +42,7 @@ _WRAPPERS = ("module.", "model.", "clip_model.", "clip.")
 # keys of state dicts in checkpoints; trained weights take precedence over their moving average
 _STATE_DICTS = (
     "state_dict", "model_state_dict", "model", "module", "net", "weights", "params", "ema_state_dict",
-    "state_dict_ema", "model_ema", "ema_model", "ema",
+    "state_dict_ema", "model_ema", "ema_model", "ema", "teacher",
 )  # fmt: skip
 # exceptions that damaged pickles and archives raise
 _DAMAGE = (

@@ -230,11 +230,14 @@ class ImageArchitecture(TowerArchitecture):
 
     def take_weights(
         self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
-    ) -> "Preprocess":
-        """Copy weights of the tower's library into a built tower; return ``preprocess`` with its normalization.
+    ) -> "tuple[Preprocess, list[str]]":
+        """Copy weights of the tower's library into a built tower.
 
         Args:
             tensors: weights in the library's names. A classifier is left out; position embeddings are resampled.
+
+        Returns:
+            ``preprocess`` with the normalization of the library, and the names of tensors that are not used.
         """
         raise ConfigError(f"{self.description} has no weights of its own")
 
@@ -375,7 +378,8 @@ class _TransformerTower:
             raise ConfigError(f"width = {self.width} is not a multiple of heads = {self.heads}")
 
 
-POOLS = ("class", "mean", "map", "distilled")  # what is projected to an image's features
+POOLS = ("class", "mean", "mean_norm", "map", "distilled")  # what is projected to an image's features
+NORM_EPS = {"clip": 1e-5, "vit": 1e-6}  # of layer norms, by ``VisionTower.norms``
 _MOST_PIXELS = 512  # along a side
 POSITIONS = ("learned", "learned_2d", "sincos_2d", "none")
 
@@ -386,10 +390,13 @@ class VisionTower(_TransformerTower, ImageArchitecture):
 
     Attributes:
         pool: what is projected to features: "class", the class token; "mean", the mean of the normalized patch
-            tokens (open_clip's "avg"); "map", attention of a learned token to them (Zhai et al. 2022, 2106.04560);
-            "distilled", the class token and a distillation token, each to half of them, see ``normalize_halves``.
+            tokens (open_clip's "avg"); "mean_norm", the norm of their mean instead (timm's ``fc_norm``); "map",
+            attention of a learned token to them (Zhai et al. 2022, 2106.04560); "distilled", the class token and
+            a distillation token, each to half of them, see ``normalize_halves``.
         positions: position embeddings: "learned"; "learned_2d", a row's and a column's of half the width each; or
             fixed: "sincos_2d", or "none".
+        norms: "clip", a norm before the blocks and an epsilon of 1e-5; "vit", none and 1e-6, as in ViT, DINO, MAE
+            and most of timm's ViTs.
     """
 
     image_size: int
@@ -400,16 +407,18 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     mlp_ratio: float = 4.0
     pool: str = field(default="class", repr=False)  # not in the hash of models with the defaults
     positions: str = field(default="learned", repr=False)
+    norms: str = field(default="clip", repr=False)
     native = True
     sizes: ClassVar[Mapping[str, str]] = {
         "image_width": "width", "image_layers": "layers", "image_heads": "heads", "image_mlp": "mlp_ratio",
-        "patch": "patch_size", "pool": "pool", "positions": "positions",
+        "patch": "patch_size", "pool": "pool", "positions": "positions", "norms": "norms",
     }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_heads()
-        for name, value, allowed in (("pool", self.pool, POOLS), ("positions", self.positions, POSITIONS)):
+        for name, allowed in (("pool", POOLS), ("positions", POSITIONS), ("norms", NORM_EPS)):
+            value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} = {value!r} is unknown: {nearest(value, allowed)}")
         parts = {"sincos_2d": 4, "learned_2d": 2}.get(self.positions, 1)
@@ -451,16 +460,19 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             parts.append(f"{self.pool} pooling")
         if self.positions != "learned":
             parts.append(f"{self.positions} positions")
+        if self.norms == "vit":
+            parts.append("no norm before the blocks")
         return f"ViT with patches of {self.patch_size} pixels, {', '.join(parts)}"
 
     @property
     def is_clips(self) -> bool:
-        """Whether it reads the class token alone, as CLIP's ViTs do; position embeddings may be fixed."""
-        return self.pool == "class"
+        """Whether it has CLIP's norms and reads the class token alone; position embeddings may be fixed."""
+        return self.pool == "class" and self.norms == "clip"
 
     @property
     def variant(self) -> str:
-        return "" if self.is_clips else f"pool {self.pool}\n"
+        norms = "" if self.norms == "clip" else f"norms {self.norms}\n"
+        return norms if self.pool == "class" else f"pool {self.pool}\n{norms}"
 
     @property
     def distilled(self) -> bool:
@@ -482,7 +494,8 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return VisionTransformer(
             image_size=self.image_size, patch_size=self.patch_size, width=self.width, layers=self.layers,
             heads=self.heads, mlp_ratio=self.mlp_ratio, output_dim=embed_dim, quick_gelu=quick_gelu,
-            pool=self.pool, positions=self.positions, channels=self.channels,
+            pool=self.pool, positions=self.positions, pre_norm=self.norms == "clip", eps=NORM_EPS[self.norms],
+            channels=self.channels,
         )  # fmt: skip
 
     def replace_channels(self, channels: int) -> Self:
@@ -508,9 +521,27 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
         config: dict[str, Any] = {name: getattr(self, name) for name in names}
         config["head_width"] = self.width // self.heads
-        if self.pool == "mean":
+        if self.pool != "class":
             config["pool_type"] = "avg"
+        if self.pool == "mean_norm":
+            config["final_ln_after_pool"] = True
+        if self.norms == "vit":
+            config |= {"no_ln_pre": True, "norm_kwargs": {"eps": NORM_EPS["vit"]}}
         return config
+
+    def take_weights(
+        self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
+    ) -> "tuple[Preprocess, list[str]]":
+        from clipkit.model.state_dicts import convert_vit
+        from clipkit.model.towers import QuickGELU
+
+        if self.positions != "learned":
+            raise ConfigError(f"positions = {self.positions!r} cannot hold learned ones: use 'learned'")
+        if self.norms == "vit" and any(isinstance(layer, QuickGELU) for layer in module.modules()):
+            raise ConfigError("such ViTs have GELU: use an architecture without QuickGELU")
+        weights, unused = convert_vit(tensors, module.state_dict(), pool=self.pool)
+        module.load_state_dict(weights, strict=False)  # complete but for the head
+        return preprocess, unused
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
@@ -571,13 +602,13 @@ class PixelTower(ImageArchitecture):
 
     def take_weights(
         self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
-    ) -> "Preprocess":
+    ) -> "tuple[Preprocess, list[str]]":
         palette = tensors.get("palette")
         if palette is None or palette.shape != (self.colors, 3) or not palette.is_floating_point():
             shape = "none" if palette is None else str(tuple(palette.shape))
             raise CheckpointError(f"expected a palette of shape ({self.colors}, 3), found {shape}")
         module.get_buffer("palette").copy_(palette)
-        return preprocess
+        return preprocess, sorted(tensors.keys() - {"palette"})
 
     def token_shape(self, embed_dim: int) -> tuple[int, int]:
         return self.image_size**2, self.width

@@ -287,7 +287,10 @@ def _encode_with_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | N
             finally:
                 visual.proj = proj
         return pooled @ proj.float(), pooled
-    pooling = (visual.attn_pool or visual.ln_post) if is_plain else getattr(visual, "trunk", None)
+    pooling = getattr(visual, "trunk", None)
+    if is_plain:
+        is_norm_last = visual.attn_pool is None or visual.pool == "mean_norm"
+        pooling = visual.ln_post if is_norm_last else visual.attn_pool
     if not isinstance(pooling, nn.Module):
         return model.encode_image(images, normalize=False), None
     with _collect_outputs(pooling) as outs:

@@ -194,7 +194,7 @@ class TimmVision(ImageArchitecture):
 
     def take_weights(
         self, module: "nn.Module", tensors: Mapping[str, "Tensor"], preprocess: "Preprocess"
-    ) -> "Preprocess":
+    ) -> "tuple[Preprocess, list[str]]":
         import timm
 
         from clipkit.model.preprocess import INTERPOLATIONS
@@ -215,11 +215,12 @@ class TimmVision(ImageArchitecture):
             cause = " ".join(str(error).split())[:200]
             raise CheckpointError(f"not the weights of timm's {self.name}: {cause}") from error
         module.get_submodule("trunk").load_state_dict(trunk.state_dict())
+        unused = sorted(tensors.keys() - weights.keys())
         if config is None:
-            return preprocess
+            return preprocess, unused
         if config.interpolation in INTERPOLATIONS:
             preprocess = replace(preprocess, interpolation=config.interpolation)
-        return replace(preprocess, mean=config.mean, std=config.std)
+        return replace(preprocess, mean=config.mean, std=config.std), unused
 
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _map_backbone_layers(module.get_submodule("trunk"))

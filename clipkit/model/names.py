@@ -22,6 +22,7 @@ from clipkit.errors import ConfigError, nearest
 from clipkit.files.open_clip import config_files, lacks_image_tower
 from clipkit.model.architectures import (
     ARCHITECTURES,
+    NORM_EPS,
     QUICKGELU,
     Architecture,
     BagOfWords,
@@ -231,7 +232,10 @@ def _convert_vision(config: dict[str, Any]) -> ImageArchitecture:
         if len(set(size)) != 1:
             raise ConfigError(f"image_size = {size} is not square")
         size = size[0]
-    is_plain = _is_plain(config, _VISION_SIZES, _PLAIN_VISION, _IDLE_VISION)
+    norms = {"no_ln_pre": True, "norm_kwargs": {"eps": NORM_EPS["vit"]}}
+    is_vit = {name: config.get(name) for name in norms} == norms
+    clips = {name: value for name, value in config.items() if name not in norms} if is_vit else config
+    is_plain = _is_plain(clips, _VISION_SIZES, _PLAIN_VISION, _IDLE_VISION)
     if not is_plain or isinstance(config.get("layers"), list | tuple):
         further = {key: value for key, value in config.items() if key not in ("image_size", "output_tokens")}
         return OpenClipVision(image_size=size, config={**further, "timm_model_pretrained": False})
@@ -243,6 +247,7 @@ def _convert_vision(config: dict[str, Any]) -> ImageArchitecture:
         layers=sizes["layers"],
         heads=sizes["width"] // sizes["head_width"],
         mlp_ratio=sizes["mlp_ratio"],
+        norms="vit" if is_vit else "clip",
     )
 
 

@@ -313,11 +313,13 @@ class ResidualAttentionBlock(nn.Module):
             instead of keeping them; or None.
     """
 
-    def __init__(self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, *, mlp_ratio: float, quick_gelu: bool, eps: float = 1e-5
+    ) -> None:
         super().__init__()
-        self.ln_1 = nn.LayerNorm(width)
+        self.ln_1 = nn.LayerNorm(width, eps=eps)
         self.attn = Attention(width, heads)
-        self.ln_2 = nn.LayerNorm(width)
+        self.ln_2 = nn.LayerNorm(width, eps=eps)
         self.mlp = Mlp(width, ratio=mlp_ratio, quick_gelu=quick_gelu)
         self.kernels: tuple[Kernel, Kernel] | None = None
         self.recompute: Recompute | None = None
@@ -358,11 +360,18 @@ class Transformer(nn.Module):
     """A stack of blocks; one token of each row is read at the end."""
 
     def __init__(
-        self, width: int, layers: int, heads: int, *, mlp_ratio: float = 4.0, quick_gelu: bool
+        self,
+        width: int,
+        layers: int,
+        heads: int,
+        *,
+        mlp_ratio: float = 4.0,
+        quick_gelu: bool,
+        eps: float = 1e-5,
     ) -> None:
         super().__init__()
         self.resblocks = nn.ModuleList(
-            ResidualAttentionBlock(width, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
+            ResidualAttentionBlock(width, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu, eps=eps)
             for _ in range(layers)
         )
 
@@ -414,7 +423,7 @@ def initialize_block(attn: Attention, mlp: "Mlp | None", *, layers: int) -> None
 
 
 class MeanPooling(nn.Module):
-    """The mean of the patch tokens."""
+    """The mean of the patch tokens, which may not be normalized yet."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, 1 + K, D) with the class token first → (B, D)."""
@@ -452,7 +461,7 @@ class SourceProjections(NamedTuple):
 
 
 class VisionTransformer(nn.Module):
-    """A ViT (Dosovitskiy et al. 2021) with CLIP's norm before the blocks; arguments as for ``VisionTower``."""
+    """A ViT (Dosovitskiy et al. 2021), with CLIP's norm before the blocks or not; see ``VisionTower``."""
 
     def __init__(
         self,
@@ -467,6 +476,8 @@ class VisionTransformer(nn.Module):
         quick_gelu: bool,
         pool: str = "class",
         positions: str = "learned",
+        pre_norm: bool = True,
+        eps: float = 1e-5,
         channels: int = 3,
     ) -> None:
         super().__init__()
@@ -480,11 +491,13 @@ class VisionTransformer(nn.Module):
             self.distillation_embedding = nn.Parameter(torch.empty(width))
         table = torch.empty(patches + 1, width)
         self.positional_embedding = nn.Parameter(table, requires_grad=positions.startswith("learned"))
-        self.ln_pre = nn.LayerNorm(width)
-        self.transformer = Transformer(width, layers, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
-        self.ln_post = nn.LayerNorm(width)
+        self.ln_pre = nn.LayerNorm(width, eps=eps) if pre_norm else nn.Identity()
+        self.transformer = Transformer(
+            width, layers, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu, eps=eps
+        )
+        self.ln_post = nn.LayerNorm(width, eps=eps)
         self.attn_pool: nn.Module | None = None  # None: the class token is read
-        if pool == "mean":
+        if pool in ("mean", "mean_norm"):
             self.attn_pool = MeanPooling()
         elif pool == "map":
             self.attn_pool = AttentionPooling(width, heads, mlp_ratio=mlp_ratio, quick_gelu=quick_gelu)
@@ -535,7 +548,12 @@ class VisionTransformer(nn.Module):
         if self.pool == "distilled":
             pair = zip(tokens[:, :2].unbind(dim=1), self.proj.chunk(2, dim=1), strict=True)
             return normalize_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
-        pooled = tokens[:, 0] if self.attn_pool is None else self.attn_pool(tokens)
+        if self.attn_pool is None:
+            pooled = tokens[:, 0]
+        elif self.pool == "mean_norm":
+            pooled = self.ln_post(self.attn_pool(x))
+        else:
+            pooled = self.attn_pool(tokens)
         return self._project(pooled, by_source), tokens
 
     def stem(

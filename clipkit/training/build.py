@@ -41,6 +41,7 @@ from clipkit.model.architectures import (
 from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import add_adapters
 from clipkit.model.names import IMAGE_TOWERS, create_architecture
+from clipkit.model.state_dicts import list_tensors
 from clipkit.model.tokenizer import open_stored_tokenizer, open_trained_tokenizer
 from clipkit.objectives import OBJECTIVES, Term, select_terms
 from clipkit.training.ema import AveragedWeights, RunningStatistics
@@ -244,7 +245,7 @@ def first_model(
         if model.new_head:
             _take_image_tower(first, model, extend)
         elif model.image_weights:
-            _load_image_weights(first, model)
+            _load_image_weights(first, model, add_note)
             if _lacks_channels(first, shape):
                 first.extend_channels(shape.vision.channels, extend=extend)
         elif small.steps and small.image_size:
@@ -343,19 +344,25 @@ def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
     first.reset_constants()
 
 
-def _load_image_weights(first: CLIP, model: ModelConfig) -> None:
+def _load_image_weights(first: CLIP, model: ModelConfig, add_note: Callable[[str], object]) -> None:
     vision = first.architecture.vision
     source = model.image_weights
     if source == "timm":
         if not vision.hub_repository:
-            raise ConfigError(f"timm publishes no weights for {model.image}")
+            raise ConfigError(f"timm publishes no weights for {model.image or model.name}")
         source = HUB + vision.hub_repository
     try:
-        path = fetch_repository(source) / "model.safetensors" if source.startswith(HUB) else Path(source)
+        path = fetch_repository(source) if source.startswith(HUB) else Path(source)
+        if path.is_dir():
+            path = find_transformers_weights(path)
         tensors = read_weights(path).tensors
-        first.preprocess = vision.take_weights(first.visual, tensors, first.preprocess)
+        with _name_settings({name: f"shape.{setting}" for setting, name in vision.sizes.items()}):
+            first.preprocess, unused = vision.take_weights(first.visual, tensors, first.preprocess)
     except CheckpointError as error:
         raise CheckpointError(f"model.image_weights = {model.image_weights!r}: {error}") from error
+    if unused:
+        count = counted(len(unused), "tensor")
+        add_note(f"note: model.image_weights: {count} not used: {list_tensors(unused)}")
 
 
 def _load_text_weights(first: CLIP, model: ModelConfig) -> None:

@@ -127,7 +127,10 @@ def model() -> CLIP:
 def test_palette_is_stored_with_the_model(model: CLIP, tmp_path: Path) -> None:
     vision, folder = model.architecture.vision, tmp_path / "model"
     palette = torch.linspace(-1, 1, 24).view(8, 3)
-    assert vision.take_weights(model.visual, {"palette": palette}, model.preprocess) == model.preprocess
+    assert vision.take_weights(model.visual, {"palette": palette}, model.preprocess) == (
+        model.preprocess,
+        [],
+    )
     assert (model.preprocess.mean, model.preprocess.std) == ((0.5,) * 3, (0.5,) * 3)
     save_model(model, folder)
     again = clipkit.load(folder)

@@ -341,7 +341,9 @@ def test_invalid_sizes_are_rejected() -> None:
         shape_of(pixels, LossConfig(), SmallConfig())
     with pytest.raises(ConfigError, match=r"^loss.dims = \[32, 16\] is invalid: expected rising sizes"):
         LossConfig(dims=(32, 16))
-    with pytest.raises(ConfigError, match=r"shape.pool = 'avg' is invalid: expected .*class, mean or map"):
+    with pytest.raises(
+        ConfigError, match=r"shape.pool = 'avg' is invalid: expected .*class, mean, mean_norm or map"
+    ):
         ShapeConfig(pool="avg")
 
 
