@@ -73,7 +73,8 @@ class TowerArchitecture:
         for entry in fields(self):
             value = getattr(self, entry.name)
             if entry.type is int:
-                _check_integer(entry.name, value, _MAX_LAYERS if entry.name == "layers" else _MAX)
+                most = _MAX_LAYERS if entry.name == "layers" else _MAX
+                _check_integer(entry.name, value, most, least=entry.metadata.get("least", 1))
             elif entry.type is float:
                 if type(value) not in (int, float) or not 0 < value <= _MAX_RATIO:
                     raise ConfigError(
@@ -813,6 +814,7 @@ class Decoder(_TransformerTower, TowerArchitecture):
         feed: its input: "tokens", with an embedding of its own, or "text", the text tower's tokens; with "shared",
             it is the text tower, of which every ``text.layers / layers``-th block is followed by cross-attention.
         parallel: whether it has an embedding of [mask], to predict all tokens at once.
+        queries: number of tokens into which it pools those of an image by attention; 0: none, it reads all.
     """
 
     width: int
@@ -823,6 +825,8 @@ class Decoder(_TransformerTower, TowerArchitecture):
     mlp_ratio: float = 4.0
     feed: str = "tokens"
     parallel: bool = False
+    # not in the hash of models, which the names of their tensors determine
+    queries: int = field(default=0, repr=False, metadata={"least": 0})
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -954,9 +958,9 @@ def list_choices(kinds: Mapping[str, type[Kind]]) -> str:
     return f"{', '.join(choices)}, or {last}" if choices else last
 
 
-def _check_integer(name: str, value: object, most: int) -> None:
-    if type(value) is not int or not 1 <= value <= most:
-        raise ConfigError(f"{name} = {value!r} is not an integer from 1 to {most}")
+def _check_integer(name: str, value: object, most: int, *, least: int = 1) -> None:
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{name} = {value!r} is not an integer from {least} to {most}")
 
 
 def _vit(

@@ -89,6 +89,30 @@ class CrossAttentionBlock(nn.Module):
         return self.attn.keys_values(self.ln_1_kv(image))
 
 
+class AttentionalPooler(nn.Module):
+    """Learned queries that attend to an image's tokens: the decoder reads their outputs (CoCa)."""
+
+    def __init__(self, queries: int, width: int, heads: int) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.empty(queries, width))
+        self.ln_q = nn.LayerNorm(width)
+        self.ln_k = nn.LayerNorm(width)
+        self.attn = Attention(width, heads)
+        self.ln_post = nn.LayerNorm(width)
+
+    def forward(self, image: Tensor) -> Tensor:
+        """(B, M, D) → (B, queries, D)."""
+        queries = self.ln_q(self.query.to(image.dtype)).expand(len(image), -1, -1)
+        pooled: Tensor = self.ln_post(self.attn.attend_query(self.ln_k(image), queries, Padded()))
+        return pooled
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw queries with std 1, and the other weights as in a block."""
+        nn.init.normal_(self.query)
+        initialize_block(self.attn, None, layers=1)
+
+
 class CaptionDecoder(Transformer):
     """Predict captions, see the module's description.
 
@@ -110,6 +134,7 @@ class CaptionDecoder(Transformer):
         self.ln_final = None if shared else nn.LayerNorm(width)
         self.text_projection = nn.Parameter(torch.empty(width, shape.vocab_size))
         self.image_projection = None if image_width == width else nn.Linear(image_width, width)
+        self.image_pool = AttentionalPooler(shape.queries, width, shape.heads) if shape.queries else None
         if shape.feed == "tokens":
             self.token_embedding = nn.Embedding(
                 shape.vocab_size, width, _weight=torch.empty(shape.vocab_size, width)
@@ -143,8 +168,10 @@ class CaptionDecoder(Transformer):
         return self.apply_blocks(x, repeat(rows), repeat(self.project_image(image)), text)
 
     def project_image(self, image: Tensor) -> Tensor:
-        """Map the image's tokens to the decoder's width: (B, M, W) → (B, M, D)."""
-        return image if self.image_projection is None else self.image_projection(image)
+        """Map the image's tokens to the decoder's width, and pool them: (B, M, W) → (B, M or queries, D)."""
+        if self.image_projection is not None:
+            image = self.image_projection(image)
+        return image if self.image_pool is None else self.image_pool(image)
 
     def apply_blocks(
         self, x: Tensor, rows: Iterable[Rows], images: Iterable[ImageTokens], text: TextInput | None = None
@@ -266,6 +293,8 @@ class CaptionDecoder(Transformer):
         super().initialize()
         for block in self.cross_blocks:
             initialize_block(block.attn, block.mlp, layers=self.shape.layers)
+        if self.image_pool is not None:
+            self.image_pool.initialize()
         nn.init.normal_(self.text_projection, std=width**-0.5)
         if self.shape.feed == "tokens":
             nn.init.normal_(self.token_embedding.weight, std=0.02)

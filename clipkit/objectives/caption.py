@@ -44,6 +44,13 @@ class Caption(Term):
         Within(words="0 to 1", holds=lambda value: 0 <= value <= 1),
         needs="weight",
     )
+    queries: int = setting(
+        0,
+        "Number of tokens to which learned queries pool an image's by attention for the decoder; 256 in CoCa. "
+        "0: it reads all tokens of an image.",
+        at_least(0),
+        needs="weight",
+    )
     length: int = setting(
         64,
         "Maximum number of tokens of a caption to predict, including end of text.",
@@ -76,10 +83,11 @@ class Caption(Term):
         length = max(1, min(self.length, shape.text.context_length - 1))
         decoder = shape.decoder
         if decoder is not None:
-            if self.feed != decoder.feed or self.layers not in (0, decoder.layers) or self.parallel:
+            further = self.parallel or self.queries
+            if self.feed != decoder.feed or self.layers not in (0, decoder.layers) or further:
                 raise ConfigError(
                     f"{model.label} has a decoder of {decoder.layers} layers: set caption.feed = "
-                    f"{decoder.feed!r}, and neither caption.layers nor caption.parallel"
+                    f"{decoder.feed!r}, and none of caption.layers, caption.parallel and caption.queries"
                 )
             return {"decoder": replace(decoder, context_length=length)}
         like = shape.text.plain or shape.vision.plain
@@ -106,6 +114,7 @@ class Caption(Term):
             mlp_ratio=like.mlp_ratio,
             feed=self.feed,
             parallel=self.parallel > 0,
+            queries=self.queries,
         )
         heads: dict[str, Any] = {"decoder": decoder}
         if self.feed == "shared" and not model.weights:

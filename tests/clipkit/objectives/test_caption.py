@@ -19,6 +19,7 @@ from clipkit.model import decoder as decoders
 from clipkit.model.architectures import Architecture, Decoder, TextTower, VisionTower
 from clipkit.model.clip import CLIP, allocate
 from clipkit.model.decoder import caption_nll
+from clipkit.model.generate import caption_likelihoods
 from clipkit.model.towers import Padded, draw_rows
 from clipkit.objectives import select_terms
 from clipkit.objectives.caption import Caption
@@ -64,6 +65,48 @@ def logits_of(model: CLIP, seen: Tensor, tokens: Tensor, parallel: Tensor | None
     assert model.text_decoder is not None
     hidden = model.text_decoder.compute_hidden(seen, model.text_decoder.embed(tokens, parallel), parallel)
     return hidden @ model.text_decoder.text_projection
+
+
+def test_pooler_of_image_tokens_equals_open_clip() -> None:
+    """CoCa normalizes its outputs as the image tower does its tokens."""
+    transformer = pytest.importorskip("open_clip.transformer")
+    torch.manual_seed(0)
+    theirs = transformer.AttentionalPooler(32, 32, n_head=4, n_queries=5).double()
+    ours = decoders.AttentionalPooler(5, 32, 4).double()
+    for parameter in (*theirs.parameters(), *ours.parameters()):
+        torch.nn.init.normal_(parameter, std=0.3)
+    ours.load_state_dict(theirs.state_dict(), strict=False)
+    image = torch.randn(3, 17, 32, dtype=torch.float64)
+    expected = ours.ln_post(theirs(image))
+    assert expected.shape == (3, 5, 32) and expected.std() > 0.1
+    assert torch.allclose(ours(image), expected, atol=1e-10)
+
+
+@pytest.mark.parametrize("width", [32, 48])
+def test_decoder_reads_pooled_tokens(width: int, tmp_path: Path) -> None:
+    plain = made(width=width).float()
+    assert plain.architecture.decoder is not None
+    shape = replace(plain.architecture.decoder, queries=5)
+    model = made(width=width).float()
+    assert model.set_decoder(shape) and model.text_decoder is not None
+    images, tokens = batch()
+    seen = model.image_tokens(images)[1]
+    assert model.text_decoder.project_image(seen).shape == (len(images), 5, 32)
+    names = {"image_pool.query", *(f"image_pool.ln_{name}.weight" for name in ("q", "k", "post"))}
+    assert names <= dict(model.text_decoder.named_parameters()).keys()
+    loss = model.text_decoder.nll(seen, tokens)
+    loss.backward()
+    for name, parameter in model.text_decoder.named_parameters():
+        assert parameter.grad is not None and parameter.grad.abs().max() > 0, name
+    model.eval()
+    likelihoods = caption_likelihoods(model, seen.detach(), tokens).diagonal()
+    assert torch.allclose(-likelihoods, model.text_decoder.nll_by_caption(seen, tokens)[0], rtol=1e-4)
+    save_model(model, tmp_path / "model")
+    again = load(str(tmp_path / "model"))
+    assert again.architecture == model.architecture and model_hash(again) == model_hash(model)
+    assert model_hash(model) != model_hash(plain)
+    with pytest.raises(ConfigError, match="queries = -1 is not an integer from 0 to"):
+        replace(shape, queries=-1)
 
 
 @pytest.mark.parametrize("quick_gelu", [False, True])
@@ -293,6 +336,17 @@ def test_weights_without_a_decoder_get_a_fresh_one(tmp_path: Path) -> None:
         (["caption.weight=1", "model.text=cbow", "caption.feed=text"], "requires a text transformer"),
         (["caption.weight=1", "model.text=cbow", "caption.feed=shared"], "requires a text transformer"),
         (["caption.weight=1", "caption.feed=shared", "caption.layers=3"], "caption.layers = 3 is invalid"),
+        (["caption.queries=4"], "caption.queries = 4 has no effect unless caption.weight is set"),
+        (["caption.weight=1", "caption.queries=-1"], "caption.queries = -1 is invalid"),
+        (
+            [
+                "caption.weight=1",
+                "caption.feed=text",
+                "caption.queries=4",
+                "model.name=open_clip:coca_ViT-B-32",
+            ],
+            "none of caption.layers, caption.parallel and caption.queries",
+        ),
         (["caption.weight=1", "model.name=open_clip:RN50"], "requires clipkit's own image tower"),
     ],
 )
