@@ -24,6 +24,7 @@ from eval.metrics import METRICS, get_metric
 from eval.tasks import TASKS
 
 DATASETS = Path(__file__).parent  # clipkit's own cards
+OWN_CARD = "card.toml"  # next to a user's images
 FOLDER = "folder"  # names or templates that are next to the images
 _IMAGENET_NAMES = "open_clip:IMAGENET_CLASSNAMES"
 _IMAGENET_TEMPLATES = ("open_clip:OPENAI_IMAGENET_TEMPLATES", "open_clip:SIMPLE_IMAGENET_TEMPLATES")
@@ -177,6 +178,26 @@ class Sources(_Table, frozen=True, kw_only=True):
         return tuple(urls)
 
 
+class TableSource(_Table, frozen=True, kw_only=True):
+    """The table with the images of the folder that a card is in, and the names of its columns.
+
+    Attributes:
+        files: by split, the table, a path relative to the folder; {} to look for tables in the folder.
+        image: paths of the images; "" for the usual names, as of the captions.
+        caption: captions, or queries.
+        grade: the relevance of a row's image for its caption, 0 or more.
+        label: the class of the image, or its classes with ``multilabel``.
+        separator: what separates several classes in a cell.
+    """
+
+    files: Mapping[Split, Text] = {}
+    image: str = ""
+    caption: str = ""
+    grade: str = ""
+    label: str = ""
+    separator: Text = "|"
+
+
 class Paper(_Table, frozen=True, kw_only=True):
     """What the CLIP paper (Radford et al. 2021) reports for a dataset in Table 9 and Figure 5.
 
@@ -275,6 +296,8 @@ class Card(_Table, frozen=True, kw_only=True):
         languages: number of languages; None for one language or any number.
         paper: numbers from the CLIP paper, for its 27 datasets.
         sources: where the data are.
+        table: for a user's own card, the table with the images; with ``multilabel``, ``keys`` are its columns of 0,
+            1 and -1 unless it has a column of labels.
         prompt_sets: by name; the first is the default.
         published: scores by others.
         expected_scores: scores that models must reach.
@@ -306,6 +329,7 @@ class Card(_Table, frozen=True, kw_only=True):
     languages: Count | None = None
     paper: Paper | None = None
     sources: Sources = Sources()
+    table: TableSource | None = None
     prompt_sets: Mapping[str, Prompts] = msgspec.field(name="prompts", default_factory=dict)
     published: tuple[Published, ...] = ()
     expected_scores: tuple[Scores, ...] = msgspec.field(name="expected", default=())
@@ -582,6 +606,13 @@ def _find_mistake(card: Card) -> str:
     for key, count in Counter(card.keys).items():
         if count > 1:
             return f"keys has {key!r} several times"
+    if card.table is not None:
+        if card.table.caption and card.table.label:
+            return "table.caption and table.label exclude each other"
+        if card.table.grade and not card.table.caption:
+            return "table.grade needs table.caption, the column of the queries"
+        if card.multilabel and not card.keys:
+            return "multilabel needs keys, the labels or their columns of the table"
     if card.ordered and not card.keys:
         return "ordered needs keys, the classes in their order"
     for task in card.tasks:

@@ -124,7 +124,10 @@ class EvalDataset:
         negative_templates: for several labels per image, prompts that deny the class; see
             ``Subject.class_weights``.
         labels: (N,) int64; (N, C) bool for multi-label datasets; None without labels.
+        unknown: (N, C) bool, the labels of a multi-label dataset that are uncertain or not stated, for which
+            ``labels`` is False; None if all are known.
         captions: one or more per image; None without captions.
+        grades: by image, the relevance of each of its captions, at least 0; None if all belong to the image.
         choices: by image, the right caption followed by wrong ones, for compositional tasks; or None. Images with
             the same ``item`` (Winoground) are also compared with each other's captions.
         items: (N,) int64, the group of each image; or None.
@@ -149,7 +152,9 @@ class EvalDataset:
     templates: tuple[str, ...] = DEFAULT_TEMPLATES
     negative_templates: tuple[str, ...] = ()
     labels: Tensor | None = None
+    unknown: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
+    grades: tuple[tuple[float, ...], ...] | None = None
     choices: tuple[tuple[str, ...], ...] | None = None
     items: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)

@@ -10,14 +10,22 @@ from clipkit.files import counted, redact_url, user_path
 from clipkit.samples import CLASS_NAMES, are_ids
 from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from eval.datasets.card import Card, MetricKind, card_names, imagenet_names, load_card, load_suite, read_card
+from eval.datasets.card import (
+    OWN_CARD,
+    Card,
+    MetricKind,
+    card_names,
+    imagenet_names,
+    load_card,
+    load_suite,
+    read_card,
+)
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import OpenOptions, open_dataset, open_each
 from eval.readers.benchmarks import read_babel_languages, read_named_languages
 from eval.readers.shards import Members, find_published
 from eval.readers.torchvision import open_torchvision
 
-OWN_CARD = "card.toml"
 _log = logging.getLogger("eval")
 
 Opener = Callable[[str], EvalDataset]  # opens a split
@@ -261,14 +269,11 @@ def _open_folder(
     card = read_card(file, name=dataset.name) if file.is_file() else None
 
     def opener(split: str) -> EvalDataset:
-        names = card.metadata if card else ()
-        return open_dataset(source, split=split, root=root, metadata_names=names, members=members)
+        return open_dataset(source, split=split, root=root, members=members)
 
     if card is None:
         _warn_about_prompts(dataset)
         return Target(dataset=_name_classes(dataset), keys=dataset.class_names, opener=opener, folder=source)
-    if card.metadata:  # the first time, the names of these columns were unknown
-        dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
     if not card.tasks:
         raise Unavailable(f"{file} has no tasks: add those that {card.name} supports")

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.metrics import captions, classes, intervals, pairs
+from eval.metrics import captions, classes, graded, intervals, pairs
 from eval.metrics.captions import Descriptions, caption_tokens
 from eval.metrics.classes import calibration_bins, count_confusion, count_correct, merge_superclasses
+from eval.metrics.graded import Judged, judge_ranking
 from eval.metrics.intervals import (
     Comparison,
     Estimate,
@@ -57,6 +58,7 @@ __all__ = [
     "Descriptions",
     "Direction",
     "Estimate",
+    "Judged",
     "Metric",
     "calibration_bins",
     "caption_tokens",
@@ -73,6 +75,7 @@ __all__ = [
     "is_informative",
     "is_rank",
     "jaccard_index",
+    "judge_ranking",
     "lower_is_better",
     "match_ranks",
     "merge_superclasses",
@@ -320,6 +323,39 @@ def _recall(direction: str, k: int, *, by_default: bool = False) -> Metric[Direc
     )
 
 
+_EVERY = 1 << 60  # candidates
+# a direction, and one of R and ``graded.GRADED``, perhaps of the first k candidates, or RBP with its persistence
+_RETRIEVAL = re.compile(
+    rf"({'|'.join(DIRECTIONS)})_(?:(R|{'|'.join(graded.GRADED)})(?:@([1-9]\d{{0,5}}))?|RBP(?:_(0?\.\d{{1,6}}))?)"
+)
+
+
+def _parse_retrieval(name: str) -> Metric[Directions] | None:
+    """Return the metric of one direction that a name with any k stands for, or None."""
+    match = _RETRIEVAL.fullmatch(name)
+    if match is None:
+        return None
+    direction, kind, digits, persistence = match.groups()
+    k = int(digits or _EVERY)
+    if kind in ("R", "P") and not digits:
+        return None
+    if kind == "R":
+        return _recall(direction, k)
+    values: Callable[[Judged], intervals.Floats]
+    if kind:
+        values = partial(graded.GRADED[kind], k=k)
+    else:
+        values = partial(graded.rank_biased_precision, persistence=float(persistence or 0.8))
+    return Metric(
+        kind="retrieval",
+        function=lambda directions: directions[direction].mean(values),
+        chance=lambda directions: directions[direction].mean_at_random(values),
+        title=name.replace(f"{direction}_", f"{direction.replace('_', ' ')} "),
+        least=k if kind == "P" else 1,
+        item_values=lambda directions: directions[direction].items(values),
+    )
+
+
 def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
     def rank(function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
         return Metric(
@@ -332,7 +368,12 @@ def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
 
     metrics = {f"R@{k}": _recall(direction, k, by_default=True) for k in (1, 5, 10)}
     metrics |= {"mean_rank": rank(pairs.mean_rank), "median_rank": rank(pairs.median_rank)}
-    return {f"{direction}_{name}": metric for name, metric in metrics.items()}
+    named = {f"{direction}_{name}": metric for name, metric in metrics.items()}
+    for name in (f"{direction}_{name}" for name in ("P@10", "MRR", "MAP", "nDCG@10", "ERR", "RBP")):
+        metric = _parse_retrieval(name)
+        assert metric is not None, name
+        named[name] = metric
+    return named
 
 
 def _mean_recall(*ks: int, by_default: bool = False) -> Metric[Directions]:
@@ -538,7 +579,9 @@ def get_metric(name: str) -> Metric[Never] | None:
     """Return the entry of a metric, or None.
 
     Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata,
-    ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, and ``jaccard_N`` for cues with N candidates.
+    ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, likewise ``P@K``, ``MRR``, ``MAP``, ``nDCG`` and
+    ``ERR`` with or without ``@K``, ``RBP_0.9`` for a persistence of 0.9, and ``jaccard_N`` for cues with N
+    candidates.
     """
     if name in METRICS:
         return METRICS[name]
@@ -552,9 +595,9 @@ def get_metric(name: str) -> Metric[Never] | None:
             least=1 if k == 1 else k + 1,
             column=column,
         )
-    match = re.fullmatch(r"(image_to_text|text_to_image)_R@([1-9]\d{0,5})", name)
-    if match:
-        return _recall(match[1], int(match[2]))
+    retrieval = _parse_retrieval(name)
+    if retrieval is not None:
+        return retrieval
     match = re.fullmatch(r"jaccard_(\d{1,9})", name)
     if match:
         return _jaccard(int(match[1]), int(match[1]))
