@@ -80,6 +80,7 @@ class Target:
             templates=scored.templates,
             negative_templates=scored.negative_templates,
             superclasses=scored.superclasses,
+            taxonomy=scored.taxonomy,
             class_order=scored.class_order,
         )
 
@@ -290,6 +291,7 @@ def _open_folder(
             columns=tuple(dataset.metadata),
             superclasses=bool(card.superclasses),
             ordered=card.ordered,
+            taxonomy=card.taxonomy,
         )
         if misfit := kind.find_misfit(card.metrics, card.tasks):
             raise DataError(f"{file}: {misfit}")
@@ -385,6 +387,7 @@ def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) 
     if dataset.captions is not None and captions in card.caption_prompts:
         template = card.caption_prompts[captions]
         dataset = replace(dataset, caption_template=template, caption_prompt_set=captions)
+    dataset = replace(dataset, taxonomy=card.list_taxonomy(dataset.class_names))
     chosen = prompts if prompts in card.prompt_sets else next(iter(card.prompt_sets), "")
     labels = dataset.labels
     if not chosen or not (dataset.class_names or labels is not None):

@@ -51,6 +51,7 @@ from eval.metrics.ranks import (
 
 __all__ = [
     "DIRECTIONS",
+    "EVERY",
     "METRICS",
     "Answers",
     "Choices",
@@ -89,6 +90,7 @@ __all__ = [
 Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
 Inputs = TypeVar("Inputs", contravariant=True)
 Directions = Mapping[str, Direction]  # by DIRECTIONS
+EVERY = "*"  # in a name on a card, in place of a rank
 _MOST_AREAS = 128  # classes of which all pairs are compared
 
 
@@ -113,6 +115,7 @@ class Metric(Generic[Inputs]):
         needs_superclasses: whether the card must define superclasses.
         needs_order: whether the card must state that its classes are ordered.
         column: the metadata column that it needs; "" for none.
+        taxon: the rank of the classes' taxonomy that it needs; "" for none, ``EVERY`` for a metric of each.
         value: computes the value alone from ``value_from`` and the labels. Required for choosing C of a linear
             probe.
         value_from: (N,) ranks, (N,) predictions or (N, C) scores.
@@ -138,6 +141,7 @@ class Metric(Generic[Inputs]):
     needs_superclasses: bool = False
     needs_order: bool = False
     column: str = ""
+    taxon: str = ""
     value: Callable[[Tensor, Tensor], float] | None = None
     value_from: Literal["ranks", "predictions", "scores"] = "ranks"
     item_values: Callable[[Inputs], Tensor] | None = None
@@ -282,6 +286,32 @@ def _areas(
 def _superclass(answers: Answers) -> Estimate:
     by_class = count_confusion(answers.top.classes[:, 0], answers.labels)
     return merge_superclasses(by_class, answers.dataset.number_superclasses()).accuracy()
+
+
+def _rank_accuracy(rank: str) -> Metric[Answers]:
+    """Return top-1 accuracy where a class counts as another one that equals it up to a rank of their taxonomy."""
+
+    def correct(answers: Answers) -> Tensor:
+        predicted = answers.top.classes[:, 0]
+        taxon = answers.dataset.number_taxa(rank)  # (C,)
+        return (taxon[predicted] == taxon[answers.labels]) & (predicted >= 0)
+
+    def chance(answers: Answers) -> float:
+        taxon = answers.dataset.number_taxa(rank)  # (C,)
+        return float(taxon.bincount()[taxon[answers.labels]].double().mean() / answers.classes)
+
+    def estimate(answers: Answers) -> Estimate:
+        right = correct(answers)
+        return intervals.estimate_proportion(int(right.sum()), len(right))
+
+    return Metric(
+        kind="one-label",
+        function=estimate,
+        chance=chance,
+        title=f"top-1 {rank}",
+        taxon=rank,
+        item_values=correct,
+    )
 
 
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
@@ -579,6 +609,7 @@ def get_metric(name: str) -> Metric[Never] | None:
     """Return the entry of a metric, or None.
 
     Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata,
+    ``acc1_RANK`` for a rank of the classes' taxonomy,
     ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, likewise ``P@K``, ``MRR``, ``MAP``, ``nDCG`` and
     ``ERR`` with or without ``@K``, ``RBP_0.9`` for a persistence of 0.9, and ``jaccard_N`` for cues with N
     candidates.
@@ -595,6 +626,9 @@ def get_metric(name: str) -> Metric[Never] | None:
             least=1 if k == 1 else k + 1,
             column=column,
         )
+    match = re.fullmatch(r"acc1_(.+)", name, re.DOTALL)
+    if match:
+        return _rank_accuracy(match[1])
     retrieval = _parse_retrieval(name)
     if retrieval is not None:
         return retrieval
