@@ -365,7 +365,8 @@ def _average_scores(scores: Sequence[Score], setting: str) -> Score:
 def _hash_inputs(subject: Subject, task: str, options: Options) -> str:
     """Hash what a task's scores depend on besides the model: images, labels, texts, metrics, options."""
     scored = subject.dataset
-    settings = [subject.metrics, scored.superclasses, options.describe_options(task)]
+    settings: list[Any] = [subject.metrics, scored.superclasses, options.describe_options(task)]
+    settings += [facts for facts in (scored.grades, scored.taxonomy) if facts]
     digest = hashlib.sha256(json.dumps(settings).encode())
     splits = [scored]
     if TASKS[task].learns:
@@ -389,7 +390,7 @@ def _hash_inputs(subject: Subject, task: str, options: Options) -> str:
             splits.append(val)
     for dataset in splits:
         digest.update(json.dumps([dataset.split, dataset.stamp]).encode())
-        for values in (dataset.labels, dataset.items, *dataset.metadata.values()):
+        for values in (dataset.labels, dataset.unknown, dataset.items, *dataset.metadata.values()):
             if values is not None:
                 digest.update(values.numpy().tobytes())
     for texts in _select_texts(task, scored, subject.encoder.model.architecture.text.classes):

@@ -12,9 +12,9 @@ from rich.table import Table
 from clipkit import distributed
 from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted
-from eval.datasets.card import Card, Expected, card_names, load_card, read_card
+from eval.datasets.card import OWN_CARD, Card, Expected, card_names, load_card, read_card
 from eval.datasets.dataset import list_some
-from eval.datasets.targets import OWN_CARD, Target, find_targets, unite_errors
+from eval.datasets.targets import Target, find_targets, unite_errors
 from eval.options import VerifyOptions
 from eval.results.records import Score
 from eval.run import (

@@ -20,10 +20,11 @@ import msgspec
 from clipkit.errors import DataError, nearest
 from clipkit.files import counted, load_prompts
 from eval.datasets.dataset import list_some
-from eval.metrics import METRICS, get_metric
+from eval.metrics import EVERY, METRICS, get_metric
 from eval.tasks import TASKS
 
 DATASETS = Path(__file__).parent  # clipkit's own cards
+OWN_CARD = "card.toml"  # next to a user's images
 FOLDER = "folder"  # names or templates that are next to the images
 _IMAGENET_NAMES = "open_clip:IMAGENET_CLASSNAMES"
 _IMAGENET_TEMPLATES = ("open_clip:OPENAI_IMAGENET_TEMPLATES", "open_clip:SIMPLE_IMAGENET_TEMPLATES")
@@ -53,6 +54,7 @@ class MetricKind:
         columns: metadata columns to group by, as in ``worst_region_acc1``.
         superclasses: whether classes are grouped.
         ordered: whether classes are ordered.
+        taxonomy: ranks of the taxonomy of the classes.
     """
 
     multilabel: bool = False
@@ -60,6 +62,7 @@ class MetricKind:
     columns: tuple[str, ...] = ()
     superclasses: bool = False
     ordered: bool = False
+    taxonomy: tuple[str, ...] = ()
 
     def list_metrics(self, tasks: Sequence[str], *, primary: bool = False) -> tuple[str, ...]:
         """Return the metrics that apply to some of the tasks; larger values of a primary metric are better."""
@@ -68,6 +71,7 @@ class MetricKind:
             names = [name for name in METRICS if METRICS[name].larger_is_better]
         for column in self.columns:
             names += [f"worst_{column}_acc1", f"worst_{column}_acc5"]
+        names += [f"acc1_{rank}" for rank in self.taxonomy]
         return tuple(name for name in names if any(self._fits(name, task) for task in tasks))
 
     def _fits(self, name: str, task_name: str) -> bool:
@@ -81,6 +85,8 @@ class MetricKind:
         if metric.kind != ("multi-label" if self.multilabel else "one-label"):
             return False
         if metric.column and metric.column not in self.columns:
+            return False
+        if metric.taxon and metric.taxon not in (*self.taxonomy, *([EVERY] if self.taxonomy else [])):
             return False
         if self.classes is not None and not metric.least <= self.classes <= (metric.most or self.classes):
             return False
@@ -177,6 +183,26 @@ class Sources(_Table, frozen=True, kw_only=True):
         return tuple(urls)
 
 
+class TableSource(_Table, frozen=True, kw_only=True):
+    """The table with the images of the folder that a card is in, and the names of its columns.
+
+    Attributes:
+        files: by split, the table, a path relative to the folder; {} to look for tables in the folder.
+        image: paths of the images; "" for the usual names, as of the captions.
+        caption: captions, or queries.
+        grade: the relevance of a row's image for its caption, 0 or more.
+        label: the class of the image, or its classes with ``multilabel``.
+        separator: what separates several classes in a cell.
+    """
+
+    files: Mapping[Split, Text] = {}
+    image: str = ""
+    caption: str = ""
+    grade: str = ""
+    label: str = ""
+    separator: Text = "|"
+
+
 class Paper(_Table, frozen=True, kw_only=True):
     """What the CLIP paper (Radford et al. 2021) reports for a dataset in Table 9 and Figure 5.
 
@@ -258,6 +284,9 @@ class Card(_Table, frozen=True, kw_only=True):
             line and a class's number is also its key.
         multilabel: whether an image may have several labels.
         ordered: whether ``keys`` are in an order that metrics may use, such as grades of a disease.
+        taxonomy: the ranks in each class key, such as ("genus", "species"), from the highest; the last one takes
+            the rest of the key.
+        taxonomy_separator: what separates them in a key; "" for white space.
         metadata: names of the columns of the ``npy`` next to each image; metrics may group by one.
         stand_in: the card of the dataset that others score if this one's data are unavailable.
         get: how to get the data.
@@ -275,6 +304,8 @@ class Card(_Table, frozen=True, kw_only=True):
         languages: number of languages; None for one language or any number.
         paper: numbers from the CLIP paper, for its 27 datasets.
         sources: where the data are.
+        table: for a user's own card, the table with the images; with ``multilabel``, ``keys`` are its columns of 0,
+            1 and -1 unless it has a column of labels.
         prompt_sets: by name; the first is the default.
         published: scores by others.
         expected_scores: scores that models must reach.
@@ -289,6 +320,8 @@ class Card(_Table, frozen=True, kw_only=True):
     label_is_line: bool = False
     multilabel: bool = False
     ordered: bool = False
+    taxonomy: tuple[Text, ...] = ()
+    taxonomy_separator: str = ""
     metadata: tuple[str, ...] = ()
     stand_in: str = ""
     get: str = ""
@@ -306,6 +339,7 @@ class Card(_Table, frozen=True, kw_only=True):
     languages: Count | None = None
     paper: Paper | None = None
     sources: Sources = Sources()
+    table: TableSource | None = None
     prompt_sets: Mapping[str, Prompts] = msgspec.field(name="prompts", default_factory=dict)
     published: tuple[Published, ...] = ()
     expected_scores: tuple[Scores, ...] = msgspec.field(name="expected", default=())
@@ -341,6 +375,7 @@ class Card(_Table, frozen=True, kw_only=True):
             columns=self.metadata,
             superclasses=bool(self.superclasses),
             ordered=self.ordered,
+            taxonomy=self.taxonomy,
         )
 
     def check_size(self, split: str, images: int) -> None:
@@ -435,6 +470,21 @@ class Card(_Table, frozen=True, kw_only=True):
         for name, members in self.superclasses.items():
             superclass_of.update(dict.fromkeys(members, name))
         return tuple(superclass_of[self.keys[i]] for i in self.match_classes(keys))
+
+    def list_taxonomy(self, keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Return, by rank, the value of each of a dataset's classes at this rank and all above it."""
+        lineages: list[list[str]] = []
+        for key in keys:
+            lineages.append(key.split(self.taxonomy_separator or None, max(0, len(self.taxonomy) - 1)))
+            if self.taxonomy and len(lineages[-1]) < len(self.taxonomy):
+                raise DataError(
+                    f"card {self.name}: class {key!r} has {counted(len(lineages[-1]), 'part')}, but taxonomy has "
+                    f"{counted(len(self.taxonomy), 'rank')}"
+                )
+        return {
+            rank: tuple("\n".join(lineage[: i + 1]) for lineage in lineages)
+            for i, rank in enumerate(self.taxonomy)
+        }
 
     def prompts(self, prompt_set: str, keys: Sequence[str], templates: Sequence[str] = ()) -> PromptSet:
         """Return a prompt set in the order of a dataset's labels.
@@ -579,9 +629,17 @@ def _find_mistake(card: Card) -> str:
 
     What only the authors of clipkit's own cards write is checked by their tests.
     """
-    for key, count in Counter(card.keys).items():
-        if count > 1:
-            return f"keys has {key!r} several times"
+    for key, words in (("keys", card.keys), ("taxonomy", card.taxonomy)):
+        for word, count in Counter(words).items():
+            if count > 1:
+                return f"{key} has {word!r} several times"
+    if card.table is not None:
+        if card.table.caption and card.table.label:
+            return "table.caption and table.label exclude each other"
+        if card.table.grade and not card.table.caption:
+            return "table.grade needs table.caption, the column of the queries"
+        if card.multilabel and not card.keys:
+            return "multilabel needs keys, the labels or their columns of the table"
     if card.ordered and not card.keys:
         return "ordered needs keys, the classes in their order"
     for task in card.tasks:

@@ -18,6 +18,7 @@ from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import counted, printable
 from clipkit.samples import MissingSplit, are_ids
 from eval.datasets.card import (
+    OWN_CARD,
     Card,
     MetricKind,
     Prompts,
@@ -28,7 +29,6 @@ from eval.datasets.card import (
     suite_names,
 )
 from eval.datasets.dataset import SPLITS, TEST, EvalDataset, list_some
-from eval.datasets.targets import OWN_CARD
 from eval.options import ListOptions, NewOptions
 from eval.readers import open_dataset
 from eval.tasks import TASKS

@@ -124,13 +124,17 @@ class EvalDataset:
         negative_templates: for several labels per image, prompts that deny the class; see
             ``Subject.class_weights``.
         labels: (N,) int64; (N, C) bool for multi-label datasets; None without labels.
+        unknown: (N, C) bool, the labels of a multi-label dataset that are uncertain or not stated, for which
+            ``labels`` is False; None if all are known.
         captions: one or more per image; None without captions.
+        grades: by image, the relevance of each of its captions, at least 0; None if all belong to the image.
         choices: by image, the right caption followed by wrong ones, for compositional tasks; or None. Images with
             the same ``item`` (Winoground) are also compared with each other's captions.
         items: (N,) int64, the group of each image; or None.
         metadata: by name, (N,) int64 values per image, such as the region.
         synonyms: by class, all its names, if some class has several; the first ones are ``class_names``.
         superclasses: by class, the name of its superclass; () without superclasses.
+        taxonomy: by rank, such as "genus", the value of each class there and above.
         class_order: by class, its position among ordered classes, such as grades; () if they are not ordered.
         prompt_set: name of the prompt set that ``class_names`` and ``templates`` come from; "own" for the dataset's
             own.
@@ -149,12 +153,15 @@ class EvalDataset:
     templates: tuple[str, ...] = DEFAULT_TEMPLATES
     negative_templates: tuple[str, ...] = ()
     labels: Tensor | None = None
+    unknown: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
+    grades: tuple[tuple[float, ...], ...] | None = None
     choices: tuple[tuple[str, ...], ...] | None = None
     items: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)
     synonyms: tuple[tuple[str, ...], ...] | None = None
     superclasses: tuple[str, ...] = ()
+    taxonomy: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     class_order: tuple[int, ...] = ()
     prompt_set: str = "own"
     caption_template: str = "{c}"
@@ -185,6 +192,7 @@ class EvalDataset:
             items=None,
             metadata={},
             superclasses=(),
+            taxonomy={},
             class_order=(),
         )
         return dataset, rows
@@ -222,8 +230,11 @@ class EvalDataset:
 
     def number_superclasses(self) -> Tensor:
         """Return (C,) int64, the superclass of each class, numbered by first appearance."""
-        names = list(dict.fromkeys(self.superclasses))
-        return torch.tensor([names.index(name) for name in self.superclasses], dtype=torch.int64)
+        return _number_values(self.superclasses)
+
+    def number_taxa(self, rank: str) -> Tensor:
+        """Return (C,) int64, equal for classes that are equal up to a rank of the taxonomy."""
+        return _number_values(self.taxonomy[rank])
 
     @property
     def stamp(self) -> str:
@@ -234,6 +245,12 @@ class EvalDataset:
         """Describe an image's location for a message."""
         shard, key = self.images.locate(i)
         return f"dataset {self.name}: image {key} of {shard}"
+
+
+def _number_values(values: Sequence[str]) -> Tensor:
+    """Return (C,) int64, the number of each value by first appearance."""
+    numbers: dict[str, int] = {}
+    return torch.tensor([numbers.setdefault(value, len(numbers)) for value in values], dtype=torch.int64)
 
 
 def require_labels(dataset: EvalDataset) -> Tensor:

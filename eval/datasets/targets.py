@@ -10,14 +10,22 @@ from clipkit.files import counted, redact_url, user_path
 from clipkit.samples import CLASS_NAMES, are_ids
 from clipkit.samples.remote import Unreachable, is_remote
 from data.corpora.builtin import BUILTIN, built_in
-from eval.datasets.card import Card, MetricKind, card_names, imagenet_names, load_card, load_suite, read_card
+from eval.datasets.card import (
+    OWN_CARD,
+    Card,
+    MetricKind,
+    card_names,
+    imagenet_names,
+    load_card,
+    load_suite,
+    read_card,
+)
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import OpenOptions, open_dataset, open_each
 from eval.readers.benchmarks import read_babel_languages, read_named_languages
 from eval.readers.shards import Members, find_published
 from eval.readers.torchvision import open_torchvision
 
-OWN_CARD = "card.toml"
 _log = logging.getLogger("eval")
 
 Opener = Callable[[str], EvalDataset]  # opens a split
@@ -72,6 +80,7 @@ class Target:
             templates=scored.templates,
             negative_templates=scored.negative_templates,
             superclasses=scored.superclasses,
+            taxonomy=scored.taxonomy,
             class_order=scored.class_order,
         )
 
@@ -261,14 +270,11 @@ def _open_folder(
     card = read_card(file, name=dataset.name) if file.is_file() else None
 
     def opener(split: str) -> EvalDataset:
-        names = card.metadata if card else ()
-        return open_dataset(source, split=split, root=root, metadata_names=names, members=members)
+        return open_dataset(source, split=split, root=root, members=members)
 
     if card is None:
         _warn_about_prompts(dataset)
         return Target(dataset=_name_classes(dataset), keys=dataset.class_names, opener=opener, folder=source)
-    if card.metadata:  # the first time, the names of these columns were unknown
-        dataset = replace(opener(TEST), name=dataset.name)
     card.check_size(TEST, len(dataset))
     if not card.tasks:
         raise Unavailable(f"{file} has no tasks: add those that {card.name} supports")
@@ -285,6 +291,7 @@ def _open_folder(
             columns=tuple(dataset.metadata),
             superclasses=bool(card.superclasses),
             ordered=card.ordered,
+            taxonomy=card.taxonomy,
         )
         if misfit := kind.find_misfit(card.metrics, card.tasks):
             raise DataError(f"{file}: {misfit}")
@@ -380,6 +387,7 @@ def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) 
     if dataset.captions is not None and captions in card.caption_prompts:
         template = card.caption_prompts[captions]
         dataset = replace(dataset, caption_template=template, caption_prompt_set=captions)
+    dataset = replace(dataset, taxonomy=card.list_taxonomy(dataset.class_names))
     chosen = prompts if prompts in card.prompt_sets else next(iter(card.prompt_sets), "")
     labels = dataset.labels
     if not chosen or not (dataset.class_names or labels is not None):

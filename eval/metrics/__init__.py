@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from eval.metrics import captions, classes, intervals, pairs
+from eval.metrics import captions, classes, graded, intervals, pairs
 from eval.metrics.captions import Descriptions, caption_tokens
 from eval.metrics.classes import calibration_bins, count_confusion, count_correct, merge_superclasses
+from eval.metrics.graded import Judged, judge_ranking
 from eval.metrics.intervals import (
     Comparison,
     Estimate,
@@ -50,6 +51,7 @@ from eval.metrics.ranks import (
 
 __all__ = [
     "DIRECTIONS",
+    "EVERY",
     "METRICS",
     "Answers",
     "Choices",
@@ -57,6 +59,7 @@ __all__ = [
     "Descriptions",
     "Direction",
     "Estimate",
+    "Judged",
     "Metric",
     "calibration_bins",
     "caption_tokens",
@@ -73,6 +76,7 @@ __all__ = [
     "is_informative",
     "is_rank",
     "jaccard_index",
+    "judge_ranking",
     "lower_is_better",
     "match_ranks",
     "merge_superclasses",
@@ -86,6 +90,7 @@ __all__ = [
 Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
 Inputs = TypeVar("Inputs", contravariant=True)
 Directions = Mapping[str, Direction]  # by DIRECTIONS
+EVERY = "*"  # in a name on a card, in place of a rank
 _MOST_AREAS = 128  # classes of which all pairs are compared
 
 
@@ -110,6 +115,7 @@ class Metric(Generic[Inputs]):
         needs_superclasses: whether the card must define superclasses.
         needs_order: whether the card must state that its classes are ordered.
         column: the metadata column that it needs; "" for none.
+        taxon: the rank of the classes' taxonomy that it needs; "" for none, ``EVERY`` for a metric of each.
         value: computes the value alone from ``value_from`` and the labels. Required for choosing C of a linear
             probe.
         value_from: (N,) ranks, (N,) predictions or (N, C) scores.
@@ -135,6 +141,7 @@ class Metric(Generic[Inputs]):
     needs_superclasses: bool = False
     needs_order: bool = False
     column: str = ""
+    taxon: str = ""
     value: Callable[[Tensor, Tensor], float] | None = None
     value_from: Literal["ranks", "predictions", "scores"] = "ranks"
     item_values: Callable[[Inputs], Tensor] | None = None
@@ -281,6 +288,32 @@ def _superclass(answers: Answers) -> Estimate:
     return merge_superclasses(by_class, answers.dataset.number_superclasses()).accuracy()
 
 
+def _rank_accuracy(rank: str) -> Metric[Answers]:
+    """Return top-1 accuracy where a class counts as another one that equals it up to a rank of their taxonomy."""
+
+    def correct(answers: Answers) -> Tensor:
+        predicted = answers.top.classes[:, 0]
+        taxon = answers.dataset.number_taxa(rank)  # (C,)
+        return (taxon[predicted] == taxon[answers.labels]) & (predicted >= 0)
+
+    def chance(answers: Answers) -> float:
+        taxon = answers.dataset.number_taxa(rank)  # (C,)
+        return float(taxon.bincount()[taxon[answers.labels]].double().mean() / answers.classes)
+
+    def estimate(answers: Answers) -> Estimate:
+        right = correct(answers)
+        return intervals.estimate_proportion(int(right.sum()), len(right))
+
+    return Metric(
+        kind="one-label",
+        function=estimate,
+        chance=chance,
+        title=f"top-1 {rank}",
+        taxon=rank,
+        item_values=correct,
+    )
+
+
 def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool = False) -> Metric[Answers]:
     interpolated = function is classes.map_11_point
     value = None
@@ -320,6 +353,39 @@ def _recall(direction: str, k: int, *, by_default: bool = False) -> Metric[Direc
     )
 
 
+_EVERY = 1 << 60  # candidates
+# a direction, and one of R and ``graded.GRADED``, perhaps of the first k candidates, or RBP with its persistence
+_RETRIEVAL = re.compile(
+    rf"({'|'.join(DIRECTIONS)})_(?:(R|{'|'.join(graded.GRADED)})(?:@([1-9]\d{{0,5}}))?|RBP(?:_(0?\.\d{{1,6}}))?)"
+)
+
+
+def _parse_retrieval(name: str) -> Metric[Directions] | None:
+    """Return the metric of one direction that a name with any k stands for, or None."""
+    match = _RETRIEVAL.fullmatch(name)
+    if match is None:
+        return None
+    direction, kind, digits, persistence = match.groups()
+    k = int(digits or _EVERY)
+    if kind in ("R", "P") and not digits:
+        return None
+    if kind == "R":
+        return _recall(direction, k)
+    values: Callable[[Judged], intervals.Floats]
+    if kind:
+        values = partial(graded.GRADED[kind], k=k)
+    else:
+        values = partial(graded.rank_biased_precision, persistence=float(persistence or 0.8))
+    return Metric(
+        kind="retrieval",
+        function=lambda directions: directions[direction].mean(values),
+        chance=lambda directions: directions[direction].mean_at_random(values),
+        title=name.replace(f"{direction}_", f"{direction.replace('_', ' ')} "),
+        least=k if kind == "P" else 1,
+        item_values=lambda directions: directions[direction].items(values),
+    )
+
+
 def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
     def rank(function: Callable[[Tensor, Tensor], Estimate]) -> Metric[Directions]:
         return Metric(
@@ -332,7 +398,12 @@ def _retrieval(direction: str) -> dict[str, Metric[Directions]]:
 
     metrics = {f"R@{k}": _recall(direction, k, by_default=True) for k in (1, 5, 10)}
     metrics |= {"mean_rank": rank(pairs.mean_rank), "median_rank": rank(pairs.median_rank)}
-    return {f"{direction}_{name}": metric for name, metric in metrics.items()}
+    named = {f"{direction}_{name}": metric for name, metric in metrics.items()}
+    for name in (f"{direction}_{name}" for name in ("P@10", "MRR", "MAP", "nDCG@10", "ERR", "RBP")):
+        metric = _parse_retrieval(name)
+        assert metric is not None, name
+        named[name] = metric
+    return named
 
 
 def _mean_recall(*ks: int, by_default: bool = False) -> Metric[Directions]:
@@ -538,7 +609,10 @@ def get_metric(name: str) -> Metric[Never] | None:
     """Return the entry of a metric, or None.
 
     Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata,
-    ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, and ``jaccard_N`` for cues with N candidates.
+    ``acc1_RANK`` for a rank of the classes' taxonomy,
+    ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, likewise ``P@K``, ``MRR``, ``MAP``, ``nDCG`` and
+    ``ERR`` with or without ``@K``, ``RBP_0.9`` for a persistence of 0.9, and ``jaccard_N`` for cues with N
+    candidates.
     """
     if name in METRICS:
         return METRICS[name]
@@ -552,9 +626,12 @@ def get_metric(name: str) -> Metric[Never] | None:
             least=1 if k == 1 else k + 1,
             column=column,
         )
-    match = re.fullmatch(r"(image_to_text|text_to_image)_R@([1-9]\d{0,5})", name)
+    match = re.fullmatch(r"acc1_(.+)", name, re.DOTALL)
     if match:
-        return _recall(match[1], int(match[2]))
+        return _rank_accuracy(match[1])
+    retrieval = _parse_retrieval(name)
+    if retrieval is not None:
+        return retrieval
     match = re.fullmatch(r"jaccard_(\d{1,9})", name)
     if match:
         return _jaccard(int(match[1]), int(match[1]))

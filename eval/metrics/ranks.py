@@ -219,6 +219,46 @@ def match_ranks(
     return ranks
 
 
+def count_ahead(queries: Tensor, candidates: Tensor, pairs: Tensor) -> Tensor:
+    """Count the candidates, itself included, that are at least as similar to a query as a right one.
+
+    A NaN similarity is the lowest of a right candidate, and the highest of a wrong one. All candidates are sorted
+    for each query, so that the number of right ones hardly matters.
+
+    Args:
+        queries: (Q, D).
+        candidates: (M, D).
+        pairs: (P, 2) int64 of (query, right candidate), unique, sorted by query.
+
+    Returns:
+        (P,) int64 in 1 … M, on the CPU.
+    """
+    device = queries.device
+    ahead = torch.empty(len(pairs), dtype=torch.int64)
+    rows = max(1, _BLOCK // len(candidates))
+    query_of_pair = pairs[:, 0].contiguous()
+    transposed = candidates.to(device, torch.float32).T
+    with full_float32(device):
+        for start in range(0, len(queries), rows):
+            stop = min(start + rows, len(queries))
+            similarity = queries[start:stop].to(device, torch.float32) @ transposed  # (rows, M)
+            first, last = torch.searchsorted(query_of_pair, torch.tensor([start, stop])).tolist()
+            row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).unbind(1)
+            right = similarity[row, column]
+            right = torch.where(right.isnan(), -torch.inf, right)
+            similarity[row, column] = right
+            similarity = torch.where(similarity.isnan(), torch.inf, similarity).sort(dim=1).values
+            # the right candidates of a query in one row
+            row = row.contiguous()
+            slot = torch.arange(last - first, device=device) - torch.searchsorted(row, row)
+            by_row = right.new_zeros(stop - start, int(slot.max()) + 1)
+            by_row[row, slot] = right
+            behind = torch.searchsorted(similarity, by_row)[row, slot]
+            ahead[first:last] = len(candidates) - behind.cpu()
+            release_rows(queries[start:stop])
+    return ahead
+
+
 @dataclass(frozen=True, eq=False)
 class Answers:
     """The predictions of a linear classifier on a labelled dataset, each kind computed on first use.

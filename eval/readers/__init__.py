@@ -9,7 +9,7 @@ the first one that recognizes a source opens it.
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from clipkit.samples import (
 )
 from clipkit.samples.remote import is_remote, shard_cache
 from data.corpora.builtin import BUILTIN, built_in
+from eval.datasets.card import OWN_CARD, Card, read_card
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.benchmarks import (
     is_multilingual,
@@ -60,6 +61,7 @@ class OpenOptions:
     root: Path | str | None = None
     metadata_names: tuple[str, ...] = ()
     members: Members = field(default_factory=Members)
+    card: Card | None = None  # next to the images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +157,9 @@ READERS: Mapping[str, Reader] = {
     "samples": Reader(recognizes=_has_samples, open=_open_samples),
     "folder": Reader(
         recognizes=lambda place, _: True,
-        open=lambda folder, name, options: open_image_folder(folder, name, split=options.split),
+        open=lambda folder, name, options: open_image_folder(
+            folder, name, split=options.split, card=options.card
+        ),
     ),
 }
 
@@ -255,7 +259,12 @@ def _open_located(located: _Located, name: str, options: OpenOptions) -> EvalDat
     # in messages a path is as the user wrote it
     place = user_path(located.source) if isinstance(located.place, Path) else located.place
     try:
-        reader = _find_reader(place, options.split)
+        own_card = place / OWN_CARD if isinstance(place, Path) else None
+        if own_card is not None and own_card.is_file():
+            card = read_card(own_card, name=name)
+            names = options.metadata_names or card.metadata
+            options = replace(options, card=card, metadata_names=names)
+        reader = _find_reader(place, options)
         if reader.test_only and options.split != TEST:
             raise MissingSplit(
                 f"dataset {name} has no split {options.split!r}: all of {place} is for testing"
@@ -265,9 +274,11 @@ def _open_located(located: _Located, name: str, options: OpenOptions) -> EvalDat
         raise DataError(f"cannot read dataset {name}: {error.filename}: {error.strerror}") from error
 
 
-def _find_reader(place: Path | str, split: str) -> Reader:
+def _find_reader(place: Path | str, options: OpenOptions) -> Reader:
+    if options.card is not None and options.card.table is not None:
+        return READERS["folder"]
     for reader in READERS.values():
-        if reader.recognizes(place, split):
+        if reader.recognizes(place, options.split):
             return reader
     raise AssertionError("the last reader recognizes all places")
 

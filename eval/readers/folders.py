@@ -7,6 +7,7 @@ the classes of the images.
 """
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -17,12 +18,13 @@ from pathlib import Path
 import msgspec
 import torch
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, nearest
 from clipkit.files import counted
 from clipkit.samples import (
     CLASS_NAMES,
     SPLIT_NAMES,
     SPLIT_WORDS,
+    SUFFIXES,
     FolderSamples,
     MissingSplit,
     Table,
@@ -36,13 +38,16 @@ from clipkit.samples import (
     plain_name,
     read_class_names,
     read_split,
+    usable_texts,
 )
+from eval.datasets.card import OWN_CARD, Card, TableSource
 from eval.datasets.dataset import (
     DEFAULT_TEMPLATES,
     TEST,
     EvalDataset,
     check_dataset,
     file_images,
+    hash_values,
     list_some,
     make_multi_hot,
     read_templates,
@@ -65,7 +70,9 @@ def lists_captions(file: Path) -> bool:
     return "negative_caption" not in table.others
 
 
-def open_table(file: Path, name: str, *, split: str = TEST, is_whole_split: bool = False) -> EvalDataset:
+def open_table(
+    file: Path, name: str, *, split: str = TEST, is_whole_split: bool = False, card: Card | None = None
+) -> EvalDataset:
     """Open a table of paths of images with captions or labels.
 
     All rows belong to the split if ``is_whole_split``, because the name of the file states the split.
@@ -74,13 +81,27 @@ def open_table(file: Path, name: str, *, split: str = TEST, is_whole_split: bool
         MissingSplit: no row belongs to the split.
         DataError: the table is damaged, or has neither captions nor labels.
     """
-    table = Table(file, image_column=None, caption_column=None, others=None)
+    columns = (card and card.table) or TableSource()
+    texts = columns.caption or columns.label
+    need = ["image"] if card is not None and card.multilabel else ["image", "caption"]
+    table = Table(
+        file, image_column=columns.image or None, caption_column=texts or None, need=need, others=None
+    )
     samples = TableSamples([table])
     if samples.damage:
         raise DataError(f"dataset {name}: {samples.damage}")
     folders = {table.find_folder(row.path) for row in table if isinstance(row.path, str)} - {None}
     root = folders.pop() if len(folders) == 1 else None
-    return _open_pairs(samples, root or file.parent, file, name, split, is_whole_split=is_whole_split)
+    dataset, rows = _open_pairs(
+        samples, root or file.parent, file, name, split, is_whole_split=is_whole_split, need=need
+    )
+    if card is not None and card.multilabel:
+        dataset = _add_labels(dataset, samples, rows, card)
+    elif columns.label or plain_name(samples.caption_column) in ("label", "labels"):
+        dataset = _name_labels(dataset, file)
+    elif columns.grade:
+        dataset = _add_grades(dataset, samples, rows, columns.grade)
+    return check_dataset(dataset)
 
 
 def _open_pairs(
@@ -91,8 +112,13 @@ def _open_pairs(
     split: str,
     *,
     is_whole_split: bool = False,
-) -> EvalDataset:
-    """Bind captions, or labels; images without them, and missing files, are counted in the log."""
+    need: Sequence[str] = ("image", "caption"),
+) -> tuple[EvalDataset, list[int]]:
+    """Return images with their captions, and their samples.
+
+    Images without a caption, if it is needed, and missing files are counted in the log.
+    """
+    rows: list[int] = []
     files: list[Path] = []
     captions: list[tuple[str, ...]] = []
     splits: Counter[str] = Counter()
@@ -100,11 +126,11 @@ def _open_pairs(
     for i in range(len(samples)):
         try:
             fields = samples.fields(i)
-            texts = tuple(dict.fromkeys(fields[samples.caption_column]))
+            texts = tuple(dict.fromkeys(fields.get(samples.caption_column, ())))
             path = samples.path(i)
             # tables with encoded images are refused when they are opened
             assert path is not None
-            if not texts:
+            if not texts and "caption" in need:
                 raise DataError("no caption")
             if not path.is_file():
                 raise DataError("missing file")
@@ -114,6 +140,7 @@ def _open_pairs(
             continue
         splits[row_split] += 1
         if row_split == split:
+            rows.append(i)
             files.append(path)
             captions.append(texts)
     causes = list_some([f"{count:,} × {cause}" for cause, count in bad.most_common()])
@@ -131,16 +158,106 @@ def _open_pairs(
         templates=read_templates(source.parent) or DEFAULT_TEMPLATES,
         captions=tuple(captions),
     )
-    if plain_name(samples.caption_column) in ("label", "labels"):
-        for path, texts in zip(files, captions, strict=True):
-            if len(texts) > 1:
-                raise DataError(f"dataset {name}: {path} has several labels in {source}")
-        class_names = tuple(sorted(set(chain.from_iterable(captions))))
-        labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
-        dataset = replace(
-            dataset, tasks=("zero-shot",), captions=None, class_names=class_names, labels=labels
+    return dataset, rows
+
+
+def _name_labels(dataset: EvalDataset, source: Path) -> EvalDataset:
+    """Make the only caption of each image its class."""
+    captions = dataset.captions or ()
+    for i, texts in enumerate(captions):
+        if len(texts) > 1:
+            image = dataset.images.locate(i)[1]
+            raise DataError(f"dataset {dataset.name}: {image} has several labels in {source}")
+    class_names = tuple(sorted(set(chain.from_iterable(captions))))
+    labels = torch.tensor([class_names.index(texts[0]) for texts in captions])
+    return replace(dataset, tasks=("zero-shot",), captions=None, class_names=class_names, labels=labels)
+
+
+def _add_grades(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int], column: str) -> EvalDataset:
+    """Add the relevance of each caption of an image, from a column of the rows with this image and caption."""
+    if column not in samples.others:
+        raise DataError(
+            f"{samples.tables[0].path} has no column {column!r} ({nearest(column, samples.others)})"
         )
-    return check_dataset(dataset)
+    grades: list[tuple[float, ...]] = []
+    for i, captions in zip(rows, dataset.captions or (), strict=True):
+        by_caption: dict[str, float] = {}
+        for row in samples.rows(i):
+            cell = row.others.get(column)
+            grade = _parse_number(cell)
+            for caption in usable_texts(row.caption):
+                if grade is None or grade < 0 or by_caption.setdefault(caption, grade) != grade:
+                    shown = "" if cell is None else str(cell)[:40]
+                    raise DataError(
+                        f"dataset {dataset.name}: row {row.number:,} has {column} {shown!r}: expected a number of "
+                        "0 or more, the same in all rows with the same image and caption"
+                    )
+        grades.append(tuple(by_caption[caption] for caption in captions))
+    if not any(map(any, grades)):
+        raise DataError(f"dataset {dataset.name}: no row has a {column} above 0")
+    revision = hash_values(dataset.images.fingerprint(), dataset.captions, grades)
+    return replace(dataset, grades=tuple(grades), revision=revision)
+
+
+def _add_labels(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int], card: Card) -> EvalDataset:
+    """Add which keys of the card each image has: those in its column of labels, or its columns with 1."""
+    assert card.table is not None
+    keys = card.keys
+    labels = torch.zeros(len(rows), len(keys), dtype=torch.bool)
+    unknown = torch.zeros_like(labels)
+    if card.table.label:
+        others: Counter[str] = Counter()
+        for i, texts in enumerate(dataset.captions or ()):
+            for label in {part.strip() for text in texts for part in text.split(card.table.separator)}:
+                if label in keys:
+                    labels[i, keys.index(label)] = True
+                elif label:
+                    others[label] += 1
+        if others:
+            listed = list_some([f"{count:,} × {label[:40]!r}" for label, count in others.most_common()])
+            _log.warning("dataset %s: labels that are none of the card's keys: %s", dataset.name, listed)
+    else:
+        for key in keys:
+            if key not in samples.others:
+                hint = nearest(key, samples.others)
+                raise DataError(f"{samples.tables[0].path} has no column {key!r}, a key of the card ({hint})")
+        for i, sample in enumerate(rows):
+            fields = samples.fields(sample)
+            for j, key in enumerate(keys):
+                cell = fields.get(key)
+                number = _parse_number(float(cell) if isinstance(cell, bool) else cell)
+                labels[i, j] = number == 1
+                unknown[i, j] = number not in (0, 1)
+                if number not in (0, 1, -1) and cell not in (None, ""):
+                    image = dataset.images.locate(i)[1]
+                    raise DataError(
+                        f"dataset {dataset.name}: {image} has {key} {str(cell)[:40]!r}: expected 1, 0, -1 "
+                        "(uncertain) or nothing, the same in all rows of an image"
+                    )
+    if bool(unknown.any()):
+        _log.warning(
+            "dataset %s: %s of %s labels are uncertain or blank and left out of its metrics",
+            dataset.name,
+            f"{int(unknown.sum()):,}",
+            f"{labels.numel():,}",
+        )
+    return replace(
+        dataset,
+        tasks=("zero-shot",),
+        captions=None,
+        class_names=keys,
+        labels=labels,
+        unknown=unknown if bool(unknown.any()) else None,
+    )
+
+
+def _parse_number(value: object) -> float | None:
+    """Return a cell as a finite number; None if it is none."""
+    try:
+        number = float(str(value))
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 # --------------------------------------------------------------------------------------------------------------
@@ -150,13 +267,16 @@ _ACCEPTED = "train (or training), val (valid, validation, dev) and test (testing
 _LIKE_A_SPLIT = re.compile(rf"(?:{'|'.join(SPLIT_WORDS)})(?![a-z])", re.IGNORECASE)
 
 
-def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalDataset:
+def open_image_folder(folder: Path, name: str, *, split: str = TEST, card: Card | None = None) -> EvalDataset:
     """Open a folder of images by class, or of splits of such folders.
 
     Splits are named as in ``clipkit.samples.SPLIT_NAMES``. Without a ``test`` split, ``val`` is the test split,
     as in ImageNet's layout, and not a split of its own. A folder without splits is a test split. The names of
-    classes are those of their folders, or the lines of ``classnames.txt``, see ``read_class_names``.
+    classes are those of their folders, or the lines of ``classnames.txt``, see ``read_class_names``. A card may say
+    that a table lists the images instead.
     """
+    if card is not None and card.table is not None:
+        return _open_card_table(folder, name, split, card, card.table)
     folders = _visible_folders(folder)
     splits: dict[str, Path] = {}
     for word in SPLIT_NAMES:
@@ -185,7 +305,8 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             return replace(open_table(table, name), split=split)
         if samples.caption_file is not None:
             # captions in files beside the images are a test split
-            return replace(_open_pairs(samples, inside, inside, name, TEST), split=split)
+            dataset, _ = _open_pairs(samples, inside, inside, name, TEST)
+            return check_dataset(replace(dataset, split=split))
     classes, labels_of = listed or (subfolders, {name: label for label, name in enumerate(subfolders)})
     labelled: list[tuple[int, Path]] = []
     outside: list[str] = []
@@ -252,6 +373,24 @@ def open_image_folder(folder: Path, name: str, *, split: str = TEST) -> EvalData
             metadata=_find_textures(labelled, classes),
         )
     )
+
+
+def _open_card_table(folder: Path, name: str, split: str, card: Card, columns: TableSource) -> EvalDataset:
+    """Open the table that a card names, or the only one in its folder."""
+    if columns.files:
+        if split not in columns.files:
+            raise MissingSplit(
+                f"dataset {name} has no split {split!r}: files of [table] in {folder / OWN_CARD} has none"
+            )
+        return open_table(folder / columns.files[split], name, split=split, is_whole_split=True, card=card)
+    tables = [path for path in sorted(folder.iterdir()) if path.name.lower().endswith(SUFFIXES)]
+    if len(tables) != 1:
+        listed = list_some([path.name for path in tables]) or "none"
+        raise DataError(
+            f"{folder} has {counted(len(tables), 'table')} ({listed}): name that of each split in "
+            f'{folder / OWN_CARD}, such as files.test = "test.csv" under [table]'
+        )
+    return open_table(tables[0], name, split=split, card=card)
 
 
 def _is_captioned(folder: Path) -> bool:

@@ -205,10 +205,11 @@ def retrieval_details(
         image_features: (N, D) unit norm, possibly memory-mapped.
         text_features: (T, D) unit norm.
         pairs: (P, 2) int64, image and the number of one of its captions.
-        right: by metric, (queries,) bool; "image_to_text_R@1" of the N images.
+        right: by metric, (queries,) bool; "image_to_text_R@1" of the Q images.
         values: by metric that is their mean, (queries,) float.
     """
-    chosen = _choose_examples(right["image_to_text_R@1"], seed)
+    query_images = pairs[:, 0].unique()  # (Q,)
+    chosen = query_images[_choose_examples(right["image_to_text_R@1"], seed)].tolist()
     device = text_features.device
     similarities = class_scores(image_features[chosen], text_features.T, device=device)  # (E, T)
     examples = []
@@ -233,7 +234,7 @@ def retrieval_details(
             )
         )
     return replace(
-        item_details(dataset, task="retrieval", n=len(dataset), right=right, values=values),
+        item_details(dataset, task="retrieval", n=len(query_images), right=right, values=values),
         examples=tuple(examples),
         candidates=len(captions),
         pictures=_draw_thumbnails(dataset, chosen),

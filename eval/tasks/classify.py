@@ -15,7 +15,7 @@ from clipkit.errors import DataError
 from clipkit.files import counted
 from clipkit.model import find_indistinguishable_classes, number_texts
 from eval.datasets.dataset import EvalDataset, list_some, require_labels
-from eval.metrics import METRICS, Answers, Metric, get_metric
+from eval.metrics import EVERY, METRICS, Answers, Metric, get_metric
 from eval.results.details import zero_shot_details
 from eval.results.records import Details, Score, pack_values
 from eval.tasks import Options
@@ -30,7 +30,11 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
     kind = "multi-label" if multi_label else "one-label"
     classes = len(dataset.class_names)
     chosen = []
+    names = []
     for name in metrics:
+        ranks = dataset.taxonomy if name.endswith(EVERY) else ()
+        names += [name.replace(EVERY, rank) for rank in ranks] or [name]
+    for name in names:
         metric = get_metric(name)
         if metric is None or metric.kind not in ("one-label", "multi-label"):
             continue
@@ -42,6 +46,8 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
             raise DataError(f"dataset {dataset.name} has {classes} classes, the metric {name} needs {needed}")
         if metric.needs_superclasses and not dataset.superclasses:
             raise DataError(f"dataset {dataset.name} has no superclasses, which the metric {name} needs")
+        if metric.taxon and metric.taxon not in dataset.taxonomy:
+            raise DataError(f"dataset {dataset.name} has no taxonomy with the rank of the metric {name}")
         if metric.needs_order and not dataset.class_order:
             raise DataError(
                 f"dataset {dataset.name} needs ordered = true and keys in its card, for the metric {name}"
@@ -72,15 +78,18 @@ def classification_scores(
 
 def add_items(details: Details, answers: Answers, metrics: Sequence[str]) -> Details:
     """Add the values with which two models are compared by these metrics, unless there are too many."""
-    values = {}
+    values = dict(details.values)
+    right = dict(details.right)
     for name in metrics:
         metric = cast(Metric[Answers] | None, get_metric(name))
         assert metric is not None, name
         if metric.item_values is not None:
             items = metric.item_values(answers).flatten()
-            if len(items) <= _MOST_ITEMS:
+            if items.dtype == torch.bool:
+                right[name] = pack_values(items)
+            elif len(items) <= _MOST_ITEMS:
                 values[name] = pack_values(items)
-    return replace(details, values={**details.values, **values})
+    return replace(details, right=right, values=values)
 
 
 # Texts that the model's tokenizer turns into the same tokens. They differ in what the tokenizer drops (letter case,

@@ -3,6 +3,9 @@
 Equal captions are interchangeable: a caption is right for every image that has it. Each copy counts, as a query and
 as a candidate. Without equal captions this is the usual recall.
 
+If the dataset grades its pairs of an image and a caption, those with a grade above 0 are right. Each distinct
+caption is then one query and one candidate, however many images it belongs to.
+
 Captions are encoded as they are unless the dataset has a prompt for them; the CLIP paper (Radford et al. 2021,
 table 13) puts "a photo of" before each.
 
@@ -17,8 +20,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from clipkit.files import counted
 from eval.datasets.dataset import require_captions
-from eval.metrics import METRICS, Direction, Metric, get_metric, match_ranks
+from eval.metrics import METRICS, Direction, Metric, get_metric, judge_ranking, match_ranks
 from eval.results.details import retrieval_details
 from eval.tasks import Options
 from eval.tasks.classify import report_captions
@@ -28,8 +32,9 @@ from eval.tasks.subject import Outcome, Subject, metric_scores
 def retrieval(subject: Subject, options: Options) -> Outcome:
     """Run the task ``retrieval``.
 
-    The scores are R@k (only k below the number of candidates), mean and median rank in both directions, and
-    ``mean_R@1``. If images have several captions, the interval of ``text_to_image_R@k`` resamples these together.
+    The scores are R@k (only k below the number of candidates), mean and median rank in both directions,
+    ``mean_R@1``, and the metrics of the card. If images have several captions, the interval of
+    ``text_to_image_R@k`` resamples these together.
     """
     report_captions(subject)
     dataset = subject.dataset
@@ -37,31 +42,51 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     copies = Counter(chain.from_iterable(captions))
     index = {text: j for j, text in enumerate(copies)}
     text_counts = torch.tensor(list(copies.values()))  # (T,)
-    image_texts = []
+    graded = dataset.grades is not None
+    if graded:
+        text_counts = torch.ones_like(text_counts)
+    image_texts = {}
     for i, image_captions in enumerate(captions):
-        image_texts += [(i, j) for j in sorted({index[caption] for caption in image_captions})]
-    pairs = torch.tensor(image_texts)  # (P, 2) image, text
-    by_text = pairs[pairs[:, 1].argsort(stable=True)].flip(1)  # (P, 2) text, image
+        grades = dataset.grades[i] if dataset.grades is not None else (1.0,) * len(image_captions)
+        rows = {(i, index[caption]): grade for caption, grade in zip(image_captions, grades, strict=True)}
+        image_texts.update({row: rows[row] for row in sorted(rows) if rows[row] > 0})
+    pairs = torch.tensor(list(image_texts))  # (P, 2) image, text
+    pair_grades = torch.tensor(list(image_texts.values()), dtype=torch.float64)
+    order = pairs[:, 1].argsort(stable=True)
+    by_text = pairs[order].flip(1)  # (P, 2) text, image
     texts = subject.texts([dataset.caption_prompt(caption) for caption in copies])  # (T, D)
     images = subject.images().projected.to(subject.device)
-    once = torch.ones(len(dataset), dtype=torch.int64)
+    # queries are the images and the texts with a relevant candidate; others are only candidates
+    query_images, image_rows = pairs[:, 0].unique(return_inverse=True)
+    query_texts, text_rows = by_text[:, 0].unique(return_inverse=True)
+    _report_ungraded(subject, len(copies) - len(query_texts), len(dataset) - len(query_images))
+    image_pairs = torch.stack([image_rows, pairs[:, 1]], dim=1)
+    text_pairs = torch.stack([text_rows, by_text[:, 1]], dim=1)
+    image_features = images if len(query_images) == len(images) else images[query_images]
+    text_features = texts if len(query_texts) == len(texts) else texts[query_texts]
+    once = torch.ones(len(query_images), dtype=torch.int64)
+    weight = text_counts[query_texts]
     total = int(text_counts.sum())
-    first = by_text[torch.searchsorted(by_text[:, 0].contiguous(), torch.arange(len(copies)))][:, 1]
+    position = torch.empty(len(dataset), dtype=torch.int64)  # of each image among the queries
+    position[query_images] = torch.arange(len(query_images))
+    first = position[by_text[torch.searchsorted(text_rows, torch.arange(len(query_texts)))][:, 1]]
     directions = {
         "image_to_text": Direction(
-            match_ranks(images, texts, pairs, text_counts),
+            match_ranks(image_features, texts, image_pairs, text_counts),
             once,
-            right=torch.zeros_like(once).index_add(0, pairs[:, 0], text_counts[pairs[:, 1]]),
+            right=torch.zeros_like(once).index_add(0, image_rows, text_counts[pairs[:, 1]]),
             candidates=total,
-            image=torch.arange(len(dataset)),
+            image=torch.arange(len(query_images)),
+            judge=lambda: judge_ranking(image_features, texts, image_pairs, pair_grades, text_counts),
         ),
         "text_to_image": Direction(
-            match_ranks(texts, images, by_text),
-            text_counts,
-            right=torch.bincount(by_text[:, 0]),
+            match_ranks(text_features, images, text_pairs),
+            weight,
+            right=torch.bincount(text_rows),
             candidates=len(dataset),
             image=first,
-            independent=total <= len(dataset),
+            judge=lambda: judge_ranking(text_features, images, text_pairs, pair_grades[order]),
+            independent=graded or total <= len(dataset),
         ),
     }
     metrics = _choose_metrics(subject, directions)
@@ -103,9 +128,22 @@ def _choose_metrics(
         metric = cast(Metric[Mapping[str, Direction]] | None, get_metric(name))
         candidates = [direction.candidates for way, direction in directions.items() if name.startswith(way)]
         fewest = min(candidates or [direction.candidates for direction in directions.values()])
-        if metric is not None and metric.kind == "retrieval" and metric.least <= fewest:
+        if metric is None or metric.kind != "retrieval":
+            continue
+        if metric.least <= fewest:
             chosen[name] = metric
+        elif name in subject.metrics:
+            subject.warn(f"{name} is left out, because there are only {counted(fewest, 'candidate')}")
     return chosen
+
+
+def _report_ungraded(subject: Subject, texts: int, images: int) -> None:
+    """Warn of texts and images that only have pairs of grade 0."""
+    if texts or images:
+        subject.warn(
+            f"{counted(texts, 'text')} and {counted(images, 'image')} have no pair with a grade above 0: they are "
+            "candidates, not queries"
+        )
 
 
 def _count_equal_images(subject: Subject) -> int:
