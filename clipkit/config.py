@@ -196,6 +196,12 @@ class DataConfig(Section):
         "JSON field with wrong captions of an image, one or a list, as negatives of this image alone (NegCLIP); "
         "one is chosen at random.",
     )
+    weight: str = setting(
+        "",
+        "JSON field with the weight of a pair in the losses clip and siglip, such as the score of a product for a "
+        "query (GCL): a number from 0, or one for each caption of an image. Samples without one are bad. Terms, "
+        "such as caption.weight, are not weighted.",
+    )
     filters: tuple[str, ...] = setting(
         (), 'Conditions on JSON fields, such as "width >= 256"; samples must satisfy all of them.'
     )
@@ -1032,6 +1038,7 @@ class Config(Section):
             alone = "cannot be combined with distillation"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
+            require(not data.weight, "data.weight", data.weight, alone)
         if data.text_dropout:
             for name, other in (
                 ("model.text", self.model.text if self.model.over_classes else ""),

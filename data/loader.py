@@ -69,6 +69,7 @@ class BatchPart:
     negatives: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # with ``PairFields.same``; negative for none
+    weights: list[float] = field(default_factory=list)
     features: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     traits: TraitCounts = field(default_factory=TraitCounts)
@@ -293,6 +294,7 @@ class Loader:
             more_lengths=lengths[rows : len(captions)],
             negatives=negatives if self._has_negatives else None,
             negative_lengths=lengths[len(captions) :],
+            weights=torch.tensor(part.weights) if self.shards.selection.fields.weight else None,
             read_seconds=part.read_seconds,
             make_seconds=time.perf_counter() - began,
         )
@@ -324,6 +326,7 @@ class Loader:
             more_lengths=(1,) * (more * count),
             negatives=torch.zeros(count, 1, dtype=torch.int64) if self._has_negatives else None,
             negative_lengths=(1,) * count if self._has_negatives else (),
+            weights=torch.ones(count) if self.shards.selection.fields.weight else None,
         )
 
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
@@ -400,6 +403,8 @@ class Loader:
             )
         if (longest := max(map(len, captions))) > MAX_CHARACTERS:
             raise DataError(f"caption of {longest} characters")
+        fields = self.shards.selection.fields
+        weight = fields.weigh(sample.fields, rule, sample.caption_number) if fields.weight else 1.0
         features = self.teacher.find(sample.image, captions[0]) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, sample_id)
         size = plain_jpeg_size(sample.image) if self.decode_later else None
@@ -425,8 +430,10 @@ class Loader:
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
         number = sample_id - sample.caption_number  # of the first sample with this image
         part.numbers.append(number)
-        if self.shards.selection.fields.same:
-            group = self.shards.selection.fields.group(sample.fields)
+        if fields.weight:
+            part.weights.append(weight)
+        if fields.same:
+            group = fields.group(sample.fields)
             part.groups.append(_hash_text(group) if group else -1 - number)
         if features is not None:
             part.features.append(features)

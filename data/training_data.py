@@ -66,7 +66,7 @@ def open_training_data(
         truncated=settings.truncated,
         fraction=settings.fraction,
         image=settings.image.lower(),
-        fields=PairFields(same=same_field),
+        fields=PairFields(same=same_field, weight=settings.weight),
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""

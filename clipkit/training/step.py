@@ -644,11 +644,15 @@ class TrainingStep:
         return {**figures, **self.objective.figures(features.images, texts, targets)}
 
     def _make_targets(self, batch: Batch) -> Targets:
+        weights = batch.weights
+        if weights is not None and batch.more is not None:
+            weights = weights.repeat(len(batch.identities) // len(weights))
         return Targets(
             identities=batch.identities,
             tokens=batch.tokens,
             same=self.loss.same,
             smoothing=self.loss.smoothing,
             negatives=None if batch.negatives is None else (batch.negatives != batch.tokens).any(dim=1),
+            weights=weights,
             precision=self.loss.precision,
         )

@@ -192,6 +192,17 @@ def reject_unknown_pair_fields(
     if pair.same:
         check("loss.same_field", pair.same, "a value", pair.group)
 
+    def has_weight(fields: Fields) -> bool:
+        if value_at(fields, pair.weight) in (None, ""):
+            return False
+        try:
+            return pair.weigh(fields, rule, 0) > 0
+        except DataError as error:
+            raise DataError(f"data.weight = {pair.weight!r}: {error}") from error
+
+    if pair.weight:
+        check("data.weight", pair.weight, "a number above 0", has_weight)
+
 
 def check_drawn_captions(
     sources: Sequence[Sequence[ShardFile]], selection: Selection, cache: ShardCache | None

@@ -61,6 +61,7 @@ class Way:
     views: bool = False
     several: bool = False  # whether images have two captions
     negatives: bool = False  # whether some images have a hard negative caption
+    weighted: bool = False
     dropout: bool = False
     projections: bool = (
         False  # whether the last images have a projection of their own; the first rank has none
@@ -78,7 +79,7 @@ class Way:
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
         masked += f" pixels {self.pixels}" * bool(self.pixels)
-        masked += " negatives" * self.negatives + " several" * self.several
+        masked += " negatives" * self.negatives + " several" * self.several + " weighted" * self.weighted
         masked += " dropout" * self.dropout + " adapters" * self.adapters
         masked += " projections" * self.projections
         return f"{self.loss}{caption}{masked}{' locked' * self.locked}"
@@ -111,6 +112,9 @@ WHAT = (
     Way(loss="smoothed prefixes", negatives=True),
     Way(loss="siglip", negatives=True),
     Way(loss="positives", several=True),
+    Way(loss="positives", several=True, weighted=True),
+    Way(loss="smoothed prefixes", negatives=True, weighted=True),
+    Way(loss="siglip", negatives=True, weighted=True, caption="tokens"),
     Way(loss="none", pixels="next"),
     Way(loss="siglip", pixels="masked", caption="tokens"),
     Way(loss="none", views=True),
@@ -209,9 +213,12 @@ def compute(way: Way) -> dict[str, Tensor]:
     )
     plain = replace(targets, smoothing=0.0, negatives=targets.negatives if way.negatives else None)
     labels = replace(plain, tokens=identities[:, 1:])
+    if way.weighted:
+        plain = replace(plain, weights=(rows % 5).float())
     positives = replace(plain, same="positives")
     if way.several:
-        positives = replace(positives, identities=torch.cat([identities, identities]))
+        pair_weights = None if plain.weights is None else plain.weights.repeat(2)
+        positives = replace(positives, identities=torch.cat([identities, identities]), weights=pair_weights)
     loss_name = way.loss.removesuffix(" prefixes")
     objectives: dict[str, tuple[Objective, Targets]] = {
         "clip": (Clip(), plain),

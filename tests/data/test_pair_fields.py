@@ -1,6 +1,7 @@
-"""Tests of fields of a sample that training uses besides its captions: groups of pairs."""
+"""Tests of fields of a sample that training uses besides its captions: groups and weights of pairs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from clipkit.config import load_config
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.model.tokenizer import ClipTokenizer
 from data.captions import CaptionRule, PairFields
 from data.loader import Loader
@@ -85,10 +86,7 @@ def test_pairs_of_a_group_have_equal_identities(
     assert (
         batch.identities.shape
         == ((1 + several) * len(concepts), 3)
-        == loader.placeholder(
-            0,
-            ValueError("no"),  # type: ignore[arg-type]
-        ).identities.shape
+        == loader.placeholder(0, DataError("no")).identities.shape
     )
     values = [i if missing[i] else str(concepts[i]) for i in batch.ids.tolist()] * (1 + several)
     expected = torch.tensor([[one == other for other in values] for one in values])
@@ -108,6 +106,47 @@ def test_refused_settings() -> None:
         "loss.same_field = 'concept' has no effect unless loss.same=positives or loss.same=ignored is set"
     )
     assert refusals("loss.same_field=concept") == unused
+    for other in ("loss.name=none", "loss.name=words", "distill.teacher=another"):
+        more = ["caption.weight=1"] if other == "loss.name=none" else []
+        assert "data.weight = 'score' is invalid: cannot be combined with" in refusals(
+            "data.weight=score", other, *more
+        )
+
+
+BAD: list[Any] = [-1, "-0.5", "high", float("nan"), float("inf"), 1e40, 10**400, None, "", True, {"a": 1}]
+
+
+def test_weights_of_pairs() -> None:
+    fields, rule = PairFields(weight="a.b"), CaptionRule()
+    weights = [fields.weigh({"a": {"b": value}}, rule, 0) for value in (3, 0, 0.25, "7", " 1e2 ", 10**20)]
+    assert weights == [3, 0, 0.25, 7, 100, 1e20]
+    for value in BAD:
+        with pytest.raises(DataError, match=r"^a\.b = .* is no weight from 0$"):
+            fields.weigh({"a": {"b": value}}, rule, 0)
+    every = CaptionRule(fields=("captions",), choice="all")
+    sample = {"captions": ["x", "", "y"], "a": {"b": [4, "5"]}}
+    assert [fields.weigh(sample, every, index) for index in range(2)] == [4, 5]
+    for other, message in (
+        (rule, "a.b has 2 values: set data.captions"),
+        (replace(every, fields=("txt",)), "2 weights of 0"),
+    ):
+        with pytest.raises(DataError, match=message):
+            fields.weigh(sample, other, 0)
+
+
+def test_bad_weights_are_replaced_and_counted(tmp_path: Path) -> None:
+    metas: list[dict[str, Any]] = [{"score": i} for i in range(30)]
+    metas[4:7] = [{"score": -2}, {}, {"score": "none"}]
+    loader = open_loader(write_samples(tmp_path / "samples", metas), PairFields(weight="score"))
+    batch = loader.batch(0)
+    causes = sorted(bad.cause for bad in batch.bad)
+    assert causes == [f"score = {value} is no weight from 0" for value in ("-2", "None", "none")]
+    assert batch.weights is not None and batch.weights.dtype == torch.float32
+    assert batch.weights.tolist() == batch.identities[:, 0].tolist()  # of substitutes too
+    moved = batch.to(torch.device("meta"))
+    assert moved.weights is not None and moved.weights.device.type == "meta" and len(batch.tensors()) == 4
+    zeros = loader.placeholder(0, DataError("no"))
+    assert zeros.weights is not None and zeros.weights.shape == (30,)
 
 
 @pytest.mark.slow
@@ -129,3 +168,21 @@ def test_training_with_groups(trainings: Trainings, tmp_path: Path) -> None:
     note = f"note: {lines[-1]['without_group']} of 32 samples drawn in all, repeats counted, had no value of"
     assert note in said
     assert all(line["floor"] > 0.3 for line in lines)  # of batches without groups: 0
+
+
+@pytest.mark.slow
+def test_training_with_weights(trainings: Trainings, tmp_path: Path) -> None:
+    """Weights of 0 and 2 give the loss of the other pairs with all as negatives; bad fields end before step 0."""
+    metas = [{"score": 2 * (i % 2), "rank": -i - 1, "zero": 0} for i in range(40)]
+    data = write_samples(tmp_path / "data", metas)
+    settings = (f"data.train={data}", "batch_size=8", "steps=2", "accumulate=2", "loss.dims=[8]")
+    names = ("score", "scores", "rank", "zero")
+    runs = {name: trainings.start(tmp_path / name, *settings, f"data.weight={name}") for name in names}
+    lines = [error_of(runs[name].result().stderr) for name in names[1:]]
+    assert "data.weight names the json field 'scores', which has a number above 0 in none of 40" in lines[0]
+    assert "data.weight = 'rank': rank = -1 is no weight from 0" in lines[1]
+    assert "data.weight names the json field 'zero', which has a number above 0 in none of 40" in lines[2]
+    assert runs["score"].result().returncode == 0, runs["score"].result().stderr
+    trainings.run(tmp_path / "plain", *settings)
+    weighted, plain = (metrics(tmp_path / name) for name in ("score", "plain"))
+    assert weighted[0]["chance"] == plain[0]["chance"] and weighted[0]["loss"] != plain[0]["loss"]
