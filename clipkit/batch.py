@@ -29,7 +29,8 @@ class TeacherFeatures(NamedTuple):
     texts: Tensor | None = None
 
 
-_TENSORS = ("images", "tokens", "identities", "more", "negatives", "weights")  # of a batch, on its device
+# of a batch, on its device
+_TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +45,9 @@ class Batch:
             then there are KB ``identities``. ``more_lengths`` are as ``lengths``.
         negatives: (B, L) int64, a wrong caption of each image, or again the caption of an image that has none; None
             without ``data.negatives``. ``negative_lengths`` are as ``lengths``.
+        fields: (FB, L) int64, the texts of all samples in a field, then those in the next one: those of
+            ``data.image_fields``, then those of ``data.text_fields``; None without. ``field_lengths`` are as
+            ``lengths``.
         weights: (B,) float32, weights of the samples in the loss; None without ``data.weight``.
         ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
             replaces.
@@ -79,6 +83,8 @@ class Batch:
     more_lengths: tuple[int, ...] = ()
     negatives: Tensor | None = None
     negative_lengths: tuple[int, ...] = ()
+    fields: Tensor | None = None
+    field_lengths: tuple[int, ...] = ()
     weights: Tensor | None = None
     read_seconds: float = 0.0
     make_seconds: float = 0.0

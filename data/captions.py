@@ -330,15 +330,24 @@ class PairFields:
     Attributes:
         same: pairs with an equal value show the same thing.
         weight: weight of a pair in the loss.
+        image: further texts of the image side.
+        text: further texts of the text side.
     """
 
     same: str = ""
     weight: str = ""
+    image: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """The fields to read."""
-        return [name for name in (self.same, self.weight) if name]
+        return [name for name in (self.same, self.weight, *self.image, *self.text) if name]
+
+    @property
+    def count_texts(self) -> int:
+        """Number of further texts of both sides."""
+        return len(self.image) + len(self.text)
 
     def group(self, fields: Fields) -> str:
         """Return the value of ``same`` as text; empty if the sample has none."""
@@ -346,6 +355,22 @@ class PairFields:
         if value in (None, [], {}) or value != value:  # NaN, which tables write for nothing
             return ""
         return (value if isinstance(value, str) else json.dumps(value, sort_keys=True)).strip()
+
+    def text_of(self, fields: Fields, name: str) -> str:
+        """Return the text of a field, the first one of a list; empty if the sample has none."""
+        value = value_at(fields, name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.strip() and is_utf8(text):
+                return text
+        return ""
+
+    def further_texts(self, fields: Fields) -> list[str]:
+        """Return the further texts of both sides; DataError if the sample lacks one."""
+        names = (*self.image, *self.text)
+        texts = [self.text_of(fields, name) for name in names]
+        if not all(texts):
+            raise DataError(f"no text in {names[texts.index('')]}")
+        return texts
 
     def weigh(self, fields: Fields, rule: CaptionRule, index: int) -> float:
         """Return the weight of a sample; DataError if it has no valid one.

@@ -91,7 +91,8 @@ class Objective(Section):
         gathers_captions: whether it compares images with the captions of all ranks, also in ``loss.precision``.
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
-        more_texts: whether it supports ``data.negatives`` and ``data.caption_count``.
+        more_texts: whether it supports ``data.negatives``, ``data.caption_count``, ``data.image_fields`` and
+            ``data.text_fields``.
         weighs_pairs: whether it supports ``data.weight``.
         has_divergence: whether it can be combined with ``distill``.
         note: what to print at the start of a training with fresh weights.
@@ -170,7 +171,9 @@ class Objective(Section):
             expected = f"expected float32 with {name}"
             require(loss.precision == "float32", "loss.precision", loss.precision, expected)
         if not self.more_texts:
-            require(not config.data.negatives, "data.negatives", config.data.negatives, alone)
+            for setting_name in ("negatives", "image_fields", "text_fields"):
+                value = getattr(config.data, setting_name)
+                require(not value, f"data.{setting_name}", value, alone)
             require(config.data.caption_count == 1, "data.caption_count", config.data.caption_count, alone)
         if not self.weighs_pairs:
             require(not config.data.weight, "data.weight", config.data.weight, alone)

@@ -1,4 +1,4 @@
-"""Tests of fields of a sample that training uses besides its captions: groups and weights of pairs."""
+"""Tests of fields that training uses besides captions: groups, weights and further texts of pairs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 from clipkit.config import load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.model.tokenizer import ClipTokenizer
+from clipkit.training.step import Sides
 from data.captions import CaptionRule, PairFields
 from data.loader import Loader
 from data.order import Order
@@ -113,6 +114,37 @@ def test_refused_settings() -> None:
         )
 
 
+BOTH = 'data.image_fields=["image:0.9","title:0.1"]'
+
+
+def test_refused_fields() -> None:
+    wrong = ("title:0.1", "image:1", "image:0.9,title", 'image:0.9","title:0', 'image:1","title:1","title:2')
+    for entries in (
+        *wrong,
+        'image:1","title:nan',
+        'image:1","title:inf',
+        'image:1","title:-1',
+        'image:1",":1',
+    ):
+        assert "data.image_fields" in refusals(f'data.image_fields=["{entries}"]')
+    assert "expected caption:WEIGHT and other" in refusals('data.text_fields=["image:1","title:1"]')
+    for other in ("data.negatives=wrong", "data.caption_count=2"):
+        said = refusals('data.text_fields=["caption:1","title:1"]', other, "loss.same=ignored")
+        assert said.endswith("cannot be combined with data.negatives or data.caption_count")
+    for more in (
+        ["loss.name=none", "caption.weight=1"],
+        ["distill.teacher=another"],
+        ["caption.weight=1", "caption.feed=text"],
+    ):
+        assert "data.image_fields = " in refusals(BOTH, *more)
+    data = load_config(QUICKSTART, [BOTH]).data
+    assert data.parse_fields("image") == {"image": 0.9, "title": 0.1} and data.parse_fields("text") == {
+        "caption": 1
+    }
+    swapped = load_config(QUICKSTART, ['data.image_fields=["a:b:2","image:0.5"]']).data
+    assert list(swapped.parse_fields("image").items()) == [("image", 0.5), ("a:b", 2)]
+
+
 BAD: list[Any] = [-1, "-0.5", "high", float("nan"), float("inf"), 1e40, 10**400, None, "", True, {"a": 1}]
 
 
@@ -186,3 +218,79 @@ def test_training_with_weights(trainings: Trainings, tmp_path: Path) -> None:
     trainings.run(tmp_path / "plain", *settings)
     weighted, plain = (metrics(tmp_path / name) for name in ("score", "plain"))
     assert weighted[0]["chance"] == plain[0]["chance"] and weighted[0]["loss"] != plain[0]["loss"]
+
+
+@pytest.mark.parametrize("negatives", [False, True])
+def test_further_texts_of_batches(tmp_path: Path, negatives: bool) -> None:
+    metas: list[dict[str, Any]] = [
+        {"title": f"title {i}", "a": {"b": ["", f"b {i}"]}, "wrong": "no"} for i in range(12)
+    ]
+    metas[3:5] = [{"title": " ", "a": {"b": "x"}}, {"title": "x", "a": {"b": []}}]
+    fields = PairFields(image=("title",), text=("a.b",))
+    rule = CaptionRule(negatives="wrong" if negatives else "")
+    loader = open_loader(write_samples(tmp_path / "samples", metas), fields, captions=rule)
+    batch = loader.batch(0)
+    assert sorted(bad.cause for bad in batch.bad) == ["no text in a.b", "no text in title"]
+    numbers = batch.identities[:, 0].tolist()
+    tokens = ClipTokenizer()([f"title {i}" for i in numbers] + [f"b {i}" for i in numbers])
+    assert batch.fields is not None and batch.field_lengths == tuple((batch.fields.argmax(1) + 1).tolist())
+    longest = max(batch.field_lengths)
+    assert torch.equal(batch.fields[:, :longest], tokens[:, :longest])
+    assert len(batch.negative_lengths) == 12 * negatives
+    zeros = loader.placeholder(0, DataError("no"))
+    assert zeros.fields is not None and zeros.fields.shape == (24, 1) and len(zeros.field_lengths) == 24
+    assert len(batch.tensors()) == 4 + negatives
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 2), st.integers(0, 2), st.integers(0, 9))
+def test_combined_features_equal_the_weighted_mean(
+    rows: int, size: int, images: int, texts: int, seed: int
+) -> None:
+    random = torch.Generator().manual_seed(seed)
+    features = torch.randn(2 + images + texts, rows, size, dtype=torch.float64, generator=random)
+    weights = (torch.rand(2 + images + texts, generator=random) + 0.1).tolist()
+    sides = Sides(
+        images=(*weights[:1], *weights[2 : 2 + images]), texts=(*weights[1:2], *weights[2 + images :])
+    )
+    found = sides.combine(features[0], features[1:].flatten(0, 1))
+    parts = ([0, *range(2, 2 + images)], [1, *range(2 + images, len(features))])
+    for side, part in zip(found, parts, strict=True):
+        total = sum(weights[i] * features[i] for i in part)
+        assert isinstance(total, torch.Tensor)
+        expected = total / total.norm(dim=1, keepdim=True) if len(part) > 1 else features[part[0]]
+        torch.testing.assert_close(side, expected)
+
+
+@pytest.mark.slow
+def test_training_with_fields(trainings: Trainings, tmp_path: Path) -> None:
+    """Images are equal and only titles differ, so that nothing is learned without them."""
+    metas = [{"title": f"the title {i}", "kind": "thing"} for i in range(40)]
+    data = write_samples(tmp_path / "data", metas)
+    settings = (
+        f"data.train={data}",
+        "batch_size=20",
+        "steps=12",
+        "optim.lr=1e-3",
+        "data.workers=1",
+        "accumulate=2",
+    )
+    sides = {
+        "image": 'data.image_fields=["image:0.5","title:0.5"]',
+        "both": 'data.text_fields=["caption:0.8","title:0.2"]',
+        "typed": 'data.text_fields=["caption:0.8","titel:0.2"]',
+    }
+    runs = {
+        "image": trainings.start(tmp_path / "image", *settings, sides["image"], "loss.dims=[16]"),
+        "both": trainings.start(
+            tmp_path / "both", *settings, sides["image"], sides["both"], "loss.name=siglip"
+        ),
+        "typed": trainings.start(tmp_path / "typed", *settings, sides["image"], sides["typed"]),
+    }
+    error = error_of(runs["typed"].result().stderr)
+    assert (
+        "data.text_fields names the json field 'titel', which has text in none of 40 samples examined"
+        in error
+    )
+    for name in ("image", "both"):
+        assert runs[name].result().returncode == 0, runs[name].result().stderr
+        assert metrics(tmp_path / name)[-1]["image_to_text_R@1"] > 0.3, metrics(tmp_path / name)[-1]
