@@ -5,7 +5,7 @@ Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +29,10 @@ class TeacherFeatures(NamedTuple):
     texts: Tensor | None = None
 
 
+# of a batch, on its device
+_TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
     """One rank's part of a global batch of image–caption pairs.
@@ -41,6 +45,10 @@ class Batch:
             then there are KB ``identities``. ``more_lengths`` are as ``lengths``.
         negatives: (B, L) int64, a wrong caption of each image, or again the caption of an image that has none; None
             without ``data.negatives``. ``negative_lengths`` are as ``lengths``.
+        fields: (FB, L) int64, the texts of all samples in a field, then those in the next one: those of
+            ``data.image_fields``, then those of ``data.text_fields``; None without. ``field_lengths`` are as
+            ``lengths``.
+        weights: (B,) float32, weights of the samples in the loss; None without ``data.weight``.
         ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
             replaces.
         identities: (B, 2) int64, number of the image and hash of the caption: equal for
@@ -75,6 +83,9 @@ class Batch:
     more_lengths: tuple[int, ...] = ()
     negatives: Tensor | None = None
     negative_lengths: tuple[int, ...] = ()
+    fields: Tensor | None = None
+    field_lengths: tuple[int, ...] = ()
+    weights: Tensor | None = None
     read_seconds: float = 0.0
     make_seconds: float = 0.0
 
@@ -104,23 +115,16 @@ class Batch:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that ``to`` copies."""
-        features = (
-            () if self.teacher is None else tuple(tensor for tensor in self.teacher if tensor is not None)
-        )
-        further = (tokens for tokens in (self.more, self.negatives) if tokens is not None)
-        return (self.images, self.tokens, self.identities, *further, *features)
+        features = () if self.teacher is None else self.teacher
+        tensors = (*(getattr(self, name) for name in _TENSORS), *features)
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
-        images, tokens, identities, *features = map(move, self.tensors())
-        more = None if self.more is None else features.pop(0)
-        negatives = None if self.negatives is None else features.pop(0)
-        teacher = TeacherFeatures(*features) if features else None
-        return replace(
-            self,
-            images=images,
-            tokens=tokens,
-            identities=identities,
-            more=more,
-            negatives=negatives,
-            teacher=teacher,
-        )
+        moved: dict[str, Any] = {}
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            moved[name] = None if tensor is None else move(tensor)
+        if self.teacher is not None:
+            images, texts = self.teacher
+            moved["teacher"] = TeacherFeatures(move(images), None if texts is None else move(texts))
+        return replace(self, **moved)

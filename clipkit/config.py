@@ -196,6 +196,20 @@ class DataConfig(Section):
         "JSON field with wrong captions of an image, one or a list, as negatives of this image alone (NegCLIP); "
         "one is chosen at random.",
     )
+    weight: str = setting(
+        "",
+        "JSON field with the weight of a pair in the losses clip and siglip, such as the score of a product for a "
+        "query (GCL): a number from 0, or one for each caption of an image. Samples without one are bad. Terms, "
+        "such as caption.weight, are not weighted.",
+    )
+    image_fields: tuple[str, ...] = setting(
+        (),
+        "The image side of a pair as a weighted mean of features, which is normalized again (GCL): those of the "
+        'image and of texts in JSON fields, such as ["image:0.9", "title:0.1"]. Evaluation encodes images alone.',
+    )
+    text_fields: tuple[str, ...] = setting(
+        (), 'The text side, such as ["caption:0.8", "category:0.2"], as data.image_fields.'
+    )
     filters: tuple[str, ...] = setting(
         (), 'Conditions on JSON fields, such as "width >= 256"; samples must satisfy all of them.'
     )
@@ -317,9 +331,32 @@ class DataConfig(Section):
         require(
             not changed, "data.caption_templates", self.caption_templates, "expected none with data.negatives"
         )
+        alone = "cannot be combined with data.negatives or data.caption_count"
+        combined = bool(self.text_fields and (self.negatives or not single))
+        require(not combined, "data.text_fields", self.text_fields, alone)
+        self.parse_fields("image")
+        self.parse_fields("text")
         super().__post_init__()
         both = self.nvjpeg and self.scaled_decode
         require(not both, "data.nvjpeg", True, "cannot be combined with data.scaled_decode")
+
+    def parse_fields(self, side: str) -> dict[str, float]:
+        """Return the weights of ``image_fields`` or ``text_fields`` by name, that of the image or caption first."""
+        name, first = f"data.{side}_fields", {"image": "image", "text": "caption"}[side]
+        weights: dict[str, float] = {}
+        for entry in getattr(self, f"{side}_fields") or (f"{first}:1",):
+            field, _, number = entry.rpartition(":")
+            try:
+                weight = float(number)
+            except ValueError:
+                weight = math.nan
+            valid = bool(field) and field not in weights and 0 < weight < math.inf
+            require(valid, name, entry, "expected NAME:WEIGHT with a weight above 0, each name once")
+            weights[field] = weight
+        alone = f'expected {first}:WEIGHT and other fields, such as ["{first}:0.9", "title:0.1"]'
+        holds = first in weights and (len(weights) > 1 or not getattr(self, f"{side}_fields"))
+        require(holds, name, getattr(self, f"{side}_fields"), alone)
+        return {first: weights.pop(first), **weights}
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -1040,6 +1077,8 @@ class Config(Section):
             alone = "cannot be combined with distillation"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
+            for name in ("weight", "image_fields", "text_fields"):
+                require(not getattr(data, name), f"data.{name}", getattr(data, name), alone)
         if data.text_dropout:
             for name, other in (
                 ("model.text", self.model.text if self.model.over_classes else ""),

@@ -320,20 +320,34 @@ class CaptionRule:
         return self.prefix + caption
 
 
+_MAX_WEIGHT = 1e30  # of a pair; the sum over a batch is a float32
+
+
 @dataclass(frozen=True, kw_only=True)
 class PairFields:
     """Json fields of a sample that a training uses besides its captions; "" for none.
 
     Attributes:
         same: pairs with an equal value show the same thing.
+        weight: weight of a pair in the loss.
+        image: further texts of the image side.
+        text: further texts of the text side.
     """
 
     same: str = ""
+    weight: str = ""
+    image: tuple[str, ...] = ()
+    text: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
         """The fields to read."""
-        return [name for name in (self.same,) if name]
+        return [name for name in (self.same, self.weight, *self.image, *self.text) if name]
+
+    @property
+    def count_texts(self) -> int:
+        """Number of further texts of both sides."""
+        return len(self.image) + len(self.text)
 
     def group(self, fields: Fields) -> str:
         """Return the value of ``same`` as text; empty if the sample has none."""
@@ -341,6 +355,45 @@ class PairFields:
         if value in (None, [], {}) or value != value:  # NaN, which tables write for nothing
             return ""
         return (value if isinstance(value, str) else json.dumps(value, sort_keys=True)).strip()
+
+    def text_of(self, fields: Fields, name: str) -> str:
+        """Return the text of a field, the first one of a list; empty if the sample has none."""
+        value = value_at(fields, name)
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and text.strip() and is_utf8(text):
+                return text
+        return ""
+
+    def further_texts(self, fields: Fields) -> list[str]:
+        """Return the further texts of both sides; DataError if the sample lacks one."""
+        names = (*self.image, *self.text)
+        texts = [self.text_of(fields, name) for name in names]
+        if not all(texts):
+            raise DataError(f"no text in {names[texts.index('')]}")
+        return texts
+
+    def weigh(self, fields: Fields, rule: CaptionRule, index: int) -> float:
+        """Return the weight of a sample; DataError if it has no valid one.
+
+        A list is one weight for each caption, as tables have in which an image has several rows.
+
+        Args:
+            rule: how the caption is chosen.
+            index: index of the caption, with the choice "all".
+        """
+        value = value_at(fields, self.weight)
+        if isinstance(value, list):
+            if rule.choice != "all":
+                each = "data.captions=captions data.caption_choice=all"
+                raise DataError(f"{self.weight} has {len(value)} values: set {each} if they are of captions")
+            captions = sum(map(len, rule.captions_by_field(fields)))
+            if len(value) != captions:
+                raise DataError(f"{self.weight} has {len(value)} weights of {captions} captions")
+            value = value[index]
+        number = parse_number(value)
+        if number is None or not 0 <= number <= _MAX_WEIGHT:
+            raise DataError(f"{self.weight} = {printable(str(value), _MAX_NAME)} is no weight from 0")
+        return float(number)
 
 
 def drop_words(text: str, probability: float, random: np.random.Generator) -> str:

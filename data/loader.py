@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,8 @@ class BatchPart:
     negatives: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # with ``PairFields.same``; negative for none
+    weights: list[float] = field(default_factory=list)
+    further_texts: list[list[str]] = field(default_factory=list)  # of each sample
     features: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
     traits: TraitCounts = field(default_factory=TraitCounts)
@@ -263,14 +266,16 @@ class Loader:
             torch.set_num_threads(threads)
         count = self.shards.selection.captions.count
         captions = [caption for i in range(count) for caption in part.captions[i::count]]
-        texts = [text for i in range(count) for text in part.texts[i::count]] + part.negatives
+        further_texts = [*chain.from_iterable(zip(*part.further_texts, strict=True))]
+        texts = [text for i in range(count) for text in part.texts[i::count]] + part.negatives + further_texts
         tokenize = self._tokenizers[stage.context_length] if stage else self.tokenize
         tokens = tokenize(texts)
         lengths = token_lengths(tokens)
         count_cut = getattr(self.tokenize, "count_cut", None)
         cut = count_cut(texts[: len(captions)], tokens[: len(captions)]) if count_cut and not stage else 0
         rows = len(draw.ids)
-        tokens, more, negatives = tokens.split([rows, len(captions) - rows, len(part.negatives)])
+        sizes = [rows, len(captions) - rows, len(part.negatives), len(further_texts)]
+        tokens, more, negatives, further = tokens.split(sizes)
         columns = [part.numbers * count, [caption_hash(caption) for caption in captions]]
         if self.shards.selection.fields.same:
             columns.append(part.groups * count)
@@ -292,7 +297,10 @@ class Loader:
             more=more if count > 1 else None,
             more_lengths=lengths[rows : len(captions)],
             negatives=negatives if self._has_negatives else None,
-            negative_lengths=lengths[len(captions) :],
+            negative_lengths=lengths[len(captions) : len(texts) - len(further_texts)],
+            fields=further if further_texts else None,
+            field_lengths=lengths[len(texts) - len(further_texts) :],
+            weights=torch.tensor(part.weights) if self.shards.selection.fields.weight else None,
             read_seconds=part.read_seconds,
             make_seconds=time.perf_counter() - began,
         )
@@ -308,7 +316,9 @@ class Loader:
         count = len(draw.ids)
         ids = torch.from_numpy(draw.ids)
         more = self.shards.selection.captions.count - 1
-        columns = 3 if self.shards.selection.fields.same else 2
+        fields = self.shards.selection.fields
+        columns = 3 if fields.same else 2
+        further = fields.count_texts * count
         return LoaderBatch(
             images=self._empty_batch(count, stage).zero_(),
             tokens=torch.zeros(count, 1, dtype=torch.int64),
@@ -324,6 +334,9 @@ class Loader:
             more_lengths=(1,) * (more * count),
             negatives=torch.zeros(count, 1, dtype=torch.int64) if self._has_negatives else None,
             negative_lengths=(1,) * count if self._has_negatives else (),
+            fields=torch.zeros(further, 1, dtype=torch.int64) if further else None,
+            field_lengths=(1,) * further,
+            weights=torch.ones(count) if fields.weight else None,
         )
 
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
@@ -400,6 +413,9 @@ class Loader:
             )
         if (longest := max(map(len, captions))) > MAX_CHARACTERS:
             raise DataError(f"caption of {longest} characters")
+        fields = self.shards.selection.fields
+        weight = fields.weigh(sample.fields, rule, sample.caption_number) if fields.weight else 1.0
+        further_texts = fields.further_texts(sample.fields)
         features = self.teacher.find(sample.image, captions[0]) if self.teacher is not None else None
         random = random_of(self.order.seed, _CROP, epoch, sample_id)
         size = plain_jpeg_size(sample.image) if self.decode_later else None
@@ -425,8 +441,11 @@ class Loader:
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
         number = sample_id - sample.caption_number  # of the first sample with this image
         part.numbers.append(number)
-        if self.shards.selection.fields.same:
-            group = self.shards.selection.fields.group(sample.fields)
+        part.further_texts.append([text[:MAX_CHARACTERS] for text in further_texts])
+        if fields.weight:
+            part.weights.append(weight)
+        if fields.same:
+            group = fields.group(sample.fields)
             part.groups.append(_hash_text(group) if group else -1 - number)
         if features is not None:
             part.features.append(features)

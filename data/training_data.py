@@ -66,7 +66,12 @@ def open_training_data(
         truncated=settings.truncated,
         fraction=settings.fraction,
         image=settings.image.lower(),
-        fields=PairFields(same=same_field),
+        fields=PairFields(
+            same=same_field,
+            weight=settings.weight,
+            image=tuple(settings.parse_fields("image"))[1:],
+            text=tuple(settings.parse_fields("text"))[1:],
+        ),
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""

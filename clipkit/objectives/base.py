@@ -60,6 +60,7 @@ class Targets:
             None without ``data.negatives``.
         all_texts: (N, O) features of the captions of all ranks, which get the gradient, for an objective with
             ``gathers_captions``; None: not gathered yet.
+        weights: (B,) weights of the pairs, or (MB,) as identities; None without ``data.weight``.
         precision: the setting ``loss.precision``.
     """
 
@@ -69,6 +70,7 @@ class Targets:
     smoothing: float = 0.0
     negatives: Tensor | None = None
     all_texts: Tensor | None = None
+    weights: Tensor | None = None
     precision: str = "float32"
 
 
@@ -89,7 +91,9 @@ class Objective(Section):
         gathers_captions: whether it compares images with the captions of all ranks, also in ``loss.precision``.
         uses_same: whether it supports ``loss.same`` other than negatives.
         smooths: whether it supports ``loss.smoothing``.
-        more_texts: whether it supports ``data.negatives`` and ``data.caption_count``.
+        more_texts: whether it supports ``data.negatives``, ``data.caption_count``, ``data.image_fields`` and
+            ``data.text_fields``.
+        weighs_pairs: whether it supports ``data.weight``.
         has_divergence: whether it can be combined with ``distill``.
         note: what to print at the start of a training with fresh weights.
     """
@@ -105,6 +109,7 @@ class Objective(Section):
     uses_same: ClassVar[bool] = True
     smooths: ClassVar[bool] = True
     more_texts: ClassVar[bool] = False
+    weighs_pairs: ClassVar[bool] = False
     has_divergence: ClassVar[bool] = True
     note: ClassVar[str] = ""
 
@@ -166,8 +171,12 @@ class Objective(Section):
             expected = f"expected float32 with {name}"
             require(loss.precision == "float32", "loss.precision", loss.precision, expected)
         if not self.more_texts:
-            require(not config.data.negatives, "data.negatives", config.data.negatives, alone)
+            for setting_name in ("negatives", "image_fields", "text_fields"):
+                value = getattr(config.data, setting_name)
+                require(not value, f"data.{setting_name}", value, alone)
             require(config.data.caption_count == 1, "data.caption_count", config.data.caption_count, alone)
+        if not self.weighs_pairs:
+            require(not config.data.weight, "data.weight", config.data.weight, alone)
         if not self.has_divergence:
             require(not distill.teacher, "distill.teacher", distill.teacher, alone)
             require(not distill.features, "distill.features", distill.features, alone)

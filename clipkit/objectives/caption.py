@@ -75,7 +75,8 @@ class Caption(Term):
         if self.feed != "tokens":
             data = config.data
             alone = f"cannot be combined with caption.feed={self.feed}"
-            require(not data.negatives, "data.negatives", data.negatives, alone)
+            for name in ("negatives", "image_fields", "text_fields"):
+                require(not getattr(data, name), f"data.{name}", getattr(data, name), alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:

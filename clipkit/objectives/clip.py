@@ -18,10 +18,12 @@ from clipkit.objectives.tiles import (
     ColumnSums,
     FeatureGradients,
     GlobalBatch,
+    PairWeights,
     PositivePairs,
     check_features,
     compute_tiles,
     count_alike,
+    gather_weights,
     positive_pairs,
     row_sums,
     split_negatives,
@@ -43,6 +45,7 @@ def clip_loss(
     smoothing: float = 0.0,
     negatives: tuple[Tensor, Tensor] | None = None,
     all_texts: Tensor | None = None,
+    weights: Tensor | None = None,
     precision: str = "float32",
 ) -> Tensor:
     """Compute the symmetric cross-entropy of every image over all texts and of every text over all images.
@@ -55,6 +58,10 @@ def clip_loss(
     is uniform over all texts that are the same, and likewise for texts (UniCL, Yang et al. 2022,
     https://arxiv.org/abs/2204.03610). With "ignored" the own text is the only target, and the others that are the
     same are left out of the softmax. With "negatives", or without ``identities``, they are negatives.
+
+    With ``weights`` w the loss is Σ w_i (a_i + b_i) / 2 Σ w_i over the pairs i of the global batch, where a_i is
+    the cross-entropy of image i over all texts and b_i that of text i over all images (Generalized Contrastive
+    Learning, Zhu et al. 2024, https://arxiv.org/abs/2404.08535). A pair of weight 0 is still a negative of others.
 
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
@@ -71,6 +78,7 @@ def clip_loss(
             text is one more in the softmax of its image (NegCLIP; Yuksekgonul et al. 2023,
             https://arxiv.org/abs/2210.01936). Given on all ranks or on none.
         all_texts: (N, O) float32 text features of all ranks, if they are gathered already; they get the gradient.
+        weights: (B,) of the pairs, at least 0 and finite; None: all equal. The loss is 0 if all are 0.
         precision: of products on NVIDIA GPUs: "float32", or "tf32" with an error of about 2⁻¹² of each factor.
 
     Returns:
@@ -93,8 +101,9 @@ def clip_loss(
         )
         all_texts = batch.gather(texts) if all_texts is None else all_texts
         scale = logit_scale.to(images.dtype)
+        pair_weights = PairWeights.gather(batch, weights, images)
         loss: Tensor = _Contrastive.apply(
-            images, all_texts, scale, wrong, has_negative, batch, pairs, smoothing
+            images, all_texts, scale, wrong, has_negative, batch, pairs, smoothing, pair_weights
         )
         return loss
 
@@ -113,6 +122,7 @@ class _Contrastive(torch.autograd.Function):
         batch: GlobalBatch,
         pairs: PositivePairs,
         smoothing: float,
+        weights: PairWeights | None,
     ) -> Tensor:
         by_row = images.new_empty(2, len(images))
         columns = ColumnSums(len(all_texts), images)
@@ -128,8 +138,7 @@ class _Contrastive(torch.autograd.Function):
             greatest = torch.maximum(by_row[0], logits_wrong)
             by_row[1].mul_((by_row[0] - greatest).exp()).add_((logits_wrong - greatest).exp())
             by_row[0] = greatest
-        ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
-        ctx.batch, ctx.pairs, ctx.smoothing = batch, pairs, smoothing
+        ctx.batch, ctx.pairs, ctx.smoothing, ctx.weights = batch, pairs, smoothing, weights
         text_sums = by_column[:, batch.local_rows]  # (2, B)
         targets = pairs.mean_targets()
         if smoothing:
@@ -138,7 +147,14 @@ class _Contrastive(torch.autograd.Function):
             uniform = scale * (images @ all_texts.mean(0) + all_texts[batch.local_rows] @ mean_image)
             targets = torch.lerp(targets, uniform, smoothing)
         above = by_row[0] + text_sums[0] - targets
-        return batch.mean(above + (by_row[1] * text_sums[1]).log()) / 2
+        losses = above + (by_row[1] * text_sums[1]).log()  # (B,)
+        if weights is not None:
+            losses.mul_(weights.rows)
+            # softmax divides by these sums, so it is multiplied by the weights
+            by_row[1].div_(weights.rows)
+            by_column[1].div_(weights.columns)
+        ctx.save_for_backward(images, all_texts, scale, by_row, by_column, wrong, logits_wrong)
+        return batch.mean(losses) / 2
 
     @staticmethod
     @once_differentiable
@@ -150,8 +166,9 @@ class _Contrastive(torch.autograd.Function):
             ctx.pairs.fill_ignored(logits, tile, _NONE)
             slopes = sum_softmaxes(logits, by_row[:, tile], by_column)  # (R, N)
             if ctx.smoothing:
-                slopes.sub_(2 * ctx.smoothing / ctx.batch.size).div_(rest)
-            ctx.pairs.subtract_targets(slopes, tile)
+                spread = 2 * ctx.smoothing / ctx.batch.size
+                slopes.sub_(spread if ctx.weights is None else spread * ctx.weights.mean(tile)).div_(rest)
+            ctx.pairs.subtract_targets(slopes, tile, ctx.weights)
             feature_gradients.add(slopes, tile)
         factor = gradients[0] * ctx.batch.weight * rest / 2
         grad_images, grad_texts, grad_scale = feature_gradients.finish(factor)
@@ -163,7 +180,7 @@ class _Contrastive(torch.autograd.Function):
             slopes = (slopes * scale)[:, None]
             grad_wrong = slopes * images
             grad_images = None if grad_images is None else grad_images + slopes * wrong
-        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None
+        return grad_images, grad_texts, grad_scale, grad_wrong, None, None, None, None, None
 
 
 class Clip(Objective):
@@ -173,6 +190,7 @@ class Clip(Objective):
     tiled = True
     gathers_captions = True
     more_texts = True
+    weighs_pairs = True
 
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
         texts, negatives = split_negatives(outputs.texts, targets.negatives)
@@ -185,6 +203,7 @@ class Clip(Objective):
             smoothing=targets.smoothing,
             negatives=negatives,
             all_texts=targets.all_texts,
+            weights=targets.weights,
             precision=targets.precision,
         )
 
@@ -194,7 +213,7 @@ class Clip(Objective):
         m is N unless ``same`` is "ignored".
         """
         _, compared = count_alike(targets.identities, targets.same)
-        return compared.log().mean().item()
+        return _mean_over_pairs(compared.log(), targets)
 
     def floor(self, targets: Targets, text_rows: int) -> float:
         """Return the mean entropy of the targets: without smoothing, of ln m for m pairs that are the same.
@@ -205,4 +224,10 @@ class Clip(Objective):
         if targets.same == "ignored":
             return 0.0
         alike, compared = count_alike(targets.identities, targets.same)
-        return target_entropy(alike, compared, targets.smoothing).mean().item()
+        return _mean_over_pairs(target_entropy(alike, compared, targets.smoothing), targets)
+
+
+def _mean_over_pairs(values: Tensor, targets: Targets) -> float:
+    if targets.weights is not None:
+        values = values * gather_weights(targets.weights, values)
+    return values.mean().item()

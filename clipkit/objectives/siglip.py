@@ -16,10 +16,12 @@ from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import (
     FeatureGradients,
     GlobalBatch,
+    PairWeights,
     PositivePairs,
     check_features,
     compute_tiles,
     count_alike,
+    gather_weights,
     positive_pairs,
     split_negatives,
 )
@@ -38,6 +40,7 @@ def siglip_loss(
     same: str = "positives",
     negatives: tuple[Tensor, Tensor] | None = None,
     all_texts: Tensor | None = None,
+    weights: Tensor | None = None,
     precision: str = "float32",
 ) -> Tensor:
     """Treat each image–text pair as an independent binary classification: do they belong together?
@@ -45,6 +48,10 @@ def siglip_loss(
     The sum over all texts of −log σ(z · (scale · cosine + bias)), with z = 1 for an image's own text and −1 for the
     others, is averaged over the N images of the global batch. Value and gradients on several ranks are as for
     ``clip_loss``. All ranks call it together.
+
+    With ``weights`` w the loss is Σ w_i (a_i + b_i) / 2 Σ w_i over the pairs i, where a_i is the sum over all
+    texts for image i and b_i the sum over all images for text i: image i with text j has the mean weight of both
+    pairs.
 
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
@@ -55,6 +62,7 @@ def siglip_loss(
         same: z of those: "positives" 1, "negatives" −1; "ignored": they are left out.
         negatives: as for ``clip_loss``: one more text of its image, with z = −1.
         all_texts: as for ``clip_loss``.
+        weights: as for ``clip_loss``.
         precision: as for ``clip_loss``.
 
     Returns:
@@ -71,11 +79,16 @@ def siglip_loss(
         pairs = positive_pairs(batch, images, identities, same)
         all_texts = batch.gather(texts) if all_texts is None else all_texts
         differentiated = torch.is_grad_enabled()
-        loss: Tensor = _Sigmoid.apply(images, all_texts, scale, bias, batch, pairs, differentiated)
+        pair_weights = PairWeights.gather(batch, weights, images)
+        loss: Tensor = _Sigmoid.apply(
+            images, all_texts, scale, bias, batch, pairs, pair_weights, differentiated
+        )
         if negatives is not None:
             wrong, has_negative = negatives
             logits = scale * (images * at_least_float32(wrong)).sum(1) + bias
             row_losses = F.softplus(logits, threshold=_LINEAR) * has_negative  # (B,)
+            if pair_weights is not None:
+                row_losses = row_losses * pair_weights.rows
             here = row_losses.sum() * batch.weight  # has the gradient, which ranks average
             loss = loss + batch.mean(row_losses.detach()) + (here - here.detach())
         return loss
@@ -97,6 +110,7 @@ class _Sigmoid(torch.autograd.Function):
         bias: Tensor,
         batch: GlobalBatch,
         pairs: PositivePairs,
+        weights: PairWeights | None,
         differentiated: bool,
     ) -> Tensor:
         row_losses = images.new_empty(len(images))
@@ -106,9 +120,11 @@ class _Sigmoid(torch.autograd.Function):
             wrong = logits.add_(bias)  # (R, N) −z · logits
             pairs.negate_positives_(wrong, tile)
             pairs.fill_ignored(wrong, tile, _NONE)
-            row_losses[tile] = F.softplus(wrong, threshold=_LINEAR).sum(1)
+            losses = F.softplus(wrong, threshold=_LINEAR)
+            factors = None if weights is None else weights.mean(tile)  # (R, N)
+            row_losses[tile] = (losses if factors is None else losses.mul_(factors)).sum(1)
             if differentiated:
-                slopes = wrong.sigmoid_()
+                slopes = wrong.sigmoid_() if factors is None else wrong.sigmoid_().mul_(factors)
                 pairs.negate_positives_(slopes, tile)
                 grad_bias += slopes.sum()
                 feature_gradients.add(slopes, tile)
@@ -120,7 +136,7 @@ class _Sigmoid(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         grad_inputs = [None if grad is None else grad * gradients[0] for grad in ctx.saved_tensors]
-        return *grad_inputs, None, None, None
+        return *grad_inputs, None, None, None, None
 
 
 class SigLip(Objective):
@@ -134,6 +150,7 @@ class SigLip(Objective):
     gathers_captions = True
     smooths = False
     more_texts = True
+    weighs_pairs = True
     note = "the sigmoid loss starts near 10, above the level of chance, as its bias starts at -10"
 
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
@@ -149,6 +166,7 @@ class SigLip(Objective):
             same=targets.same,
             negatives=negatives,
             all_texts=targets.all_texts,
+            weights=targets.weights,
             precision=targets.precision,
         )
 
@@ -158,7 +176,13 @@ class SigLip(Objective):
         A bias of logit(p) reaches it. The bias starts at −10, so the loss starts above this level.
         """
         alike, compared = count_alike(targets.identities, targets.same)
-        positives = len(alike) if targets.same == "ignored" else alike.sum().item()
-        classified = compared.sum().item()
+        if targets.same == "ignored":
+            alike = torch.ones_like(alike)
+        if targets.weights is not None:
+            weights = gather_weights(targets.weights, compared)
+            alike, compared = alike * weights, compared * weights
+        positives, classified = alike.sum().item(), compared.sum().item()
+        if not classified:  # all weights are 0
+            return 0.0
         p = positives / classified
         return classified / len(alike) * sum(-q * math.log(q) for q in (p, 1 - p) if q > 0)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -374,17 +374,53 @@ class PositivePairs:
         column_sums = sum_over_ranks(self._column_sums)[self._batch.local_rows]
         return (self._row_sums + column_sums) * self._weights  # as many images as texts are the same
 
-    def subtract_targets(self, slopes: Tensor, tile: slice) -> None:
-        """Subtract the targets' probabilities by row and by column."""
+    def subtract_targets(self, slopes: Tensor, tile: slice, weights: "PairWeights | None") -> None:
+        """Subtract the targets' probabilities by row and by column, times the weights of the pairs."""
         if self._same != "positives":
-            self._diagonal(slopes, tile).sub_(2)
+            self._diagonal(slopes, tile).sub_(2 if weights is None else 2 * weights.rows[tile])
             return
         same = self.mask(tile).to(slopes.dtype)
-        slopes.addcmul_(same, self._weights[tile, None], value=-1)
-        slopes.addcmul_(same, self._all_weights, value=-1)
+        rows, columns = self._weights[tile, None], self._all_weights
+        if weights is not None:
+            rows, columns = rows * weights.rows[tile, None], columns * weights.columns
+        slopes.addcmul_(same, rows, value=-1)
+        slopes.addcmul_(same, columns, value=-1)
 
     def _diagonal(self, values: Tensor, tile: slice) -> Tensor:
         return values.diagonal(self._batch.local_rows.start + tile.start)
+
+
+class PairWeights(NamedTuple):
+    """Weights of pairs in means over the batch. Their own mean is 1.
+
+    Attributes:
+        rows: (B,) of this rank's pairs.
+        columns: (N,) of all pairs.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    @classmethod
+    def gather(cls, batch: GlobalBatch, weights: Tensor | None, like: Tensor) -> "PairWeights | None":
+        """Return the weights of all ranks from (B,) of each, of a dtype and on a device; None for none."""
+        if weights is None:
+            return None
+        columns = gather_weights(weights, like)
+        return cls(columns[batch.local_rows], columns)
+
+    def mean(self, tile: slice) -> Tensor:
+        """Return (R, N) the mean of the weights of an image and a text."""
+        return (self.rows[tile, None] + self.columns) / 2
+
+
+def gather_weights(weights: Tensor, like: Tensor) -> Tensor:
+    """Return (N,) the weights of all ranks from (B,) of each, divided by their mean; all ranks call it together.
+
+    If all are 0, they stay 0.
+    """
+    gathered = gather_rows(weights.to(like), gather_row_counts(len(weights)))
+    return gathered / gathered.mean().clamp(min=torch.finfo(gathered.dtype).tiny)
 
 
 def target_entropy(positives: Tensor, compared: Tensor, smoothing: float) -> Tensor:

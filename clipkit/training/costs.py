@@ -57,7 +57,7 @@ from clipkit.training.parallel import (
     recompute_blocks,
     without_values,
 )
-from clipkit.training.step import TrainingStep
+from clipkit.training.step import Sides, TrainingStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,8 @@ class Workload:
     @property
     def further(self) -> int:
         """Number of further texts of each image."""
-        return self.config.data.caption_count - 1 + bool(self.config.data.negatives)
+        data = self.config.data
+        return data.caption_count - 1 + bool(data.negatives) + Sides.from_config(data).count
 
     @property
     def text_rows(self) -> int:

@@ -163,7 +163,7 @@ class Log:
             self._profile.step()
         flops = 0
         if self._flops is not None:
-            further = batch.more_lengths + batch.negative_lengths
+            further = batch.more_lengths + batch.negative_lengths + batch.field_lengths
             flops = self._flops(batch.lengths, batch.images.shape[-1], further)
         self._rates.step(
             samples=self._config.batch_size,

@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import Config, DistillConfig, LossConfig
+from clipkit.config import Config, DataConfig, DistillConfig, LossConfig
 from clipkit.distributed import known_rows, rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import copy_to_device, draw_patches, widest_dtype
+from clipkit.model.towers import at_least_float32, copy_to_device, draw_patches, widest_dtype
 from clipkit.model.zero_shot import evaluation_mode, zero_shot_classifier
 from clipkit.objectives import (
     Objective,
@@ -360,6 +360,56 @@ def _cut(tokens: Tensor, length: int) -> Tensor:
     return cut
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sides:
+    """How features of several fields become one of a pair: their weighted mean, normalized again.
+
+    Letters: F fields besides image and caption, O embedding dimension.
+
+    Attributes:
+        images: weights of the image and of further texts.
+        texts: weights of the caption and of further texts.
+    """
+
+    images: tuple[float, ...] = (1.0,)
+    texts: tuple[float, ...] = (1.0,)
+
+    @classmethod
+    def from_config(cls, data: DataConfig) -> "Sides":
+        """Return the weights of ``data.image_fields`` and ``data.text_fields``."""
+        images, texts = (tuple(data.parse_fields(side).values()) for side in ("image", "text"))
+        return cls(images=images, texts=texts)
+
+    @property
+    def count(self) -> int:
+        """F."""
+        return len(self.images) + len(self.texts) - 2
+
+    def combine(self, images: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine (B, O) features of images, and those of texts, of which the last FB are of the fields."""
+        _, fields = self._split_fields(texts, len(images))
+        combined = _combine(images, fields[: len(self.images) - 1], self.images)
+        return combined, self.combine_texts(texts, rows=len(images))
+
+    def combine_texts(self, texts: Tensor, *, rows: int) -> Tensor:
+        """Combine features of the texts of B = ``rows`` pairs."""
+        captions, fields = self._split_fields(texts, rows)
+        return _combine(captions, fields[len(self.images) - 1 :], self.texts)
+
+    def _split_fields(self, texts: Tensor, rows: int) -> tuple[Tensor, list[Tensor]]:
+        captions, fields = texts.split([len(texts) - self.count * rows, self.count * rows])
+        return captions, list(fields.split(rows))
+
+
+def _combine(features: Tensor, fields: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    if len(weights) == 1:
+        return features
+    total = weights[0] * at_least_float32(features)
+    for further, weight in zip(fields, weights[1:], strict=True):
+        total = total + weight * at_least_float32(further)
+    return F.normalize(total, dim=-1)
+
+
 def batch_loss(
     *features: Tensor,
     objective: Objective,
@@ -370,6 +420,7 @@ def batch_loss(
     distill: DistillConfig | None = None,
     halves: bool = False,
     gathering: CaptionGathering | None = None,
+    sides: Sides | None = None,
 ) -> Tensor:
     """Compute the loss of the global batch from its features: all of a step's loss but the local terms.
 
@@ -385,8 +436,12 @@ def batch_loss(
             norm each; see ``normalize_halves``.
         gathering: gathers the text features that the objective and all its prefixes compare; None: each gathers its
             own.
+        sides: combines features of several fields, those of further texts being the last.
     """
     outputs = Outputs(*features)
+    if sides is not None:
+        images, texts = sides.combine(outputs.images, outputs.texts)
+        outputs = outputs._replace(images=images, texts=texts)
     taught: Tensor | None = None
     if teaching is not None and distill is not None:
         student = outputs
@@ -445,6 +500,7 @@ class TrainingStep:
         accumulate: parts in which this rank's rows are computed.
         bf16: whether the towers run in bfloat16.
         averaged: averaged weights, for terms and distillation that compare with them.
+        sides: combines features of several fields.
         first_samples: (S,) int64, number of the first sample of each source, on the device.
         projection_numbers: (S,) int64, the projection of each source; None if there is only the image tower's.
     """
@@ -460,6 +516,7 @@ class TrainingStep:
     bf16: bool = False
     terms: Mapping[str, Term] = field(default_factory=dict)
     averaged: AveragedWeights | None = None
+    sides: Sides = field(default_factory=Sides)
     first_samples: Tensor | None = None
     projection_numbers: Tensor | None = None
 
@@ -498,6 +555,7 @@ class TrainingStep:
             bf16=bf16,
             terms=select_terms(config),
             averaged=averaged,
+            sides=Sides.from_config(config.data),
             **by_source,
         )
 
@@ -522,7 +580,8 @@ class TrainingStep:
         if watch is not None:
             watch.begin("forward")  # includes a teacher's
 
-        # 1. The texts: captions, further and wrong captions behind them; or all rows of the text tower.
+        # 1. The texts: captions, further and wrong captions and other fields behind them; or all rows of the text
+        # tower.
         pairs: dict[str, Any] = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
         if self.objective.texts_are_classes:
             rows = self.objective.text_rows(self.shape.text, len(batch.images))
@@ -533,10 +592,11 @@ class TrainingStep:
             source = torch.bucketize(image_numbers, self.first_samples, right=True) - 1
             pairs["projections"] = self.projection_numbers[source]
         inputs = dict(pairs)
-        further = [tokens for tokens in (batch.more, batch.negatives) if tokens is not None]
+        further = [tokens for tokens in (batch.more, batch.negatives, batch.fields) if tokens is not None]
         if further:
             inputs["tokens"] = torch.cat([batch.tokens, *further])
-            inputs["lengths"] = batch.lengths + batch.more_lengths + batch.negative_lengths
+            lengths = batch.lengths + batch.more_lengths + batch.negative_lengths + batch.field_lengths
+            inputs["lengths"] = lengths
 
         # 2. The patches that are encoded.
         if counts := patch_counts(self.shape, self.patch_dropout, batch.images.shape[-1]):
@@ -560,6 +620,13 @@ class TrainingStep:
         gathering = None
         if self.objective.gathers_captions and (teaching is None or self.distill.weight < 1):
             gathering = CaptionGathering(has_negatives=batch.negatives is not None)
+
+        def start_gathering(texts: Tensor) -> None:
+            assert gathering is not None
+            if batch.fields is not None:
+                texts = self.sides.combine_texts(texts.detach(), rows=len(batch.ids))
+            gathering.start(texts)
+
         loss: Loss = partial(
             batch_loss,
             objective=self.objective,
@@ -570,6 +637,7 @@ class TrainingStep:
             distill=self.distill,
             halves=self.shape.distilled,
             gathering=gathering,
+            sides=self.sides if batch.fields is not None else None,
         )
         if batch.fault:
             loss = partial(_not_a_number, loss)
@@ -582,7 +650,7 @@ class TrainingStep:
             # only towers of other libraries use random numbers, for dropout, from torch's generator
             seeds=() if self.shape.is_native else seeds_of(self.seed, step, rank(), self.accumulate),
             terms=self._local_terms(batch, step, teach),
-            on_texts=None if gathering is None else gathering.start,
+            on_texts=None if gathering is None else start_gathering,
             watch=watch,
         )
 
@@ -637,18 +705,24 @@ class TrainingStep:
             floor = self.objective.floor(targets, len(features.texts))
             if floor > 0:
                 figures["floor"] = floor
-        texts = features.texts
+        images, texts = features.images, features.texts
+        if batch.fields is not None:
+            images, texts = self.sides.combine(images, texts)
         if batch.more is not None:  # of the first captions
-            texts = texts[: len(features.images)]
+            texts = texts[: len(images)]
             targets = replace(targets, identities=targets.identities[: len(texts)])
-        return {**figures, **self.objective.figures(features.images, texts, targets)}
+        return {**figures, **self.objective.figures(images, texts, targets)}
 
     def _make_targets(self, batch: Batch) -> Targets:
+        weights = batch.weights
+        if weights is not None and batch.more is not None:
+            weights = weights.repeat(len(batch.identities) // len(weights))
         return Targets(
             identities=batch.identities,
             tokens=batch.tokens,
             same=self.loss.same,
             smoothing=self.loss.smoothing,
             negatives=None if batch.negatives is None else (batch.negatives != batch.tokens).any(dim=1),
+            weights=weights,
             precision=self.loss.precision,
         )

@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
@@ -191,6 +191,21 @@ def reject_unknown_pair_fields(
         check("data.negatives", rule.negatives, "text", rule.wrong_captions)
     if pair.same:
         check("loss.same_field", pair.same, "a value", pair.group)
+
+    for side in ("image", "text"):
+        for name in getattr(pair, side):
+            check(f"data.{side}_fields", name, "text", partial(pair.text_of, name=name))
+
+    def has_weight(fields: Fields) -> bool:
+        if value_at(fields, pair.weight) in (None, ""):
+            return False
+        try:
+            return pair.weigh(fields, rule, 0) > 0
+        except DataError as error:
+            raise DataError(f"data.weight = {pair.weight!r}: {error}") from error
+
+    if pair.weight:
+        check("data.weight", pair.weight, "a number above 0", has_weight)
 
 
 def check_drawn_captions(

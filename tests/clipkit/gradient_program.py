@@ -44,7 +44,7 @@ from clipkit.objectives.words import Words
 from clipkit.training.build import lock
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import LocalTerms, averaged_teaching, backward, batch_loss
+from clipkit.training.step import LocalTerms, Sides, averaged_teaching, backward, batch_loss
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # BATCH is divisible by no number of ranks or parts
 ACCUMULATIONS = (1, 2, 5)
@@ -61,6 +61,8 @@ class Way:
     views: bool = False
     several: bool = False  # whether images have two captions
     negatives: bool = False  # whether some images have a hard negative caption
+    weighted: bool = False
+    fields: bool = False  # whether sides are combined from several fields
     dropout: bool = False
     projections: bool = (
         False  # whether the last images have a projection of their own; the first rank has none
@@ -78,7 +80,8 @@ class Way:
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
         masked += f" pixels {self.pixels}" * bool(self.pixels)
-        masked += " negatives" * self.negatives + " several" * self.several
+        masked += " negatives" * self.negatives + " several" * self.several + " weighted" * self.weighted
+        masked += " fields" * self.fields
         masked += " dropout" * self.dropout + " adapters" * self.adapters
         masked += " projections" * self.projections
         return f"{self.loss}{caption}{masked}{' locked' * self.locked}"
@@ -111,6 +114,12 @@ WHAT = (
     Way(loss="smoothed prefixes", negatives=True),
     Way(loss="siglip", negatives=True),
     Way(loss="positives", several=True),
+    Way(loss="positives", several=True, weighted=True),
+    Way(loss="smoothed prefixes", negatives=True, weighted=True),
+    Way(fields=True, weighted=True, caption="tokens", dropout=True),
+    Way(loss="siglip prefixes", fields=True, negatives=True),
+    Way(loss="positives", fields=True, several=True),
+    Way(loss="siglip", negatives=True, weighted=True, caption="tokens"),
     Way(loss="none", pixels="next"),
     Way(loss="siglip", pixels="masked", caption="tokens"),
     Way(loss="none", views=True),
@@ -209,9 +218,12 @@ def compute(way: Way) -> dict[str, Tensor]:
     )
     plain = replace(targets, smoothing=0.0, negatives=targets.negatives if way.negatives else None)
     labels = replace(plain, tokens=identities[:, 1:])
+    if way.weighted:
+        plain = replace(plain, weights=(rows % 5).float())
     positives = replace(plain, same="positives")
     if way.several:
-        positives = replace(positives, identities=torch.cat([identities, identities]))
+        pair_weights = None if plain.weights is None else plain.weights.repeat(2)
+        positives = replace(positives, identities=torch.cat([identities, identities]), weights=pair_weights)
     loss_name = way.loss.removesuffix(" prefixes")
     objectives: dict[str, tuple[Objective, Targets]] = {
         "clip": (Clip(), plain),
@@ -251,6 +263,11 @@ def compute(way: Way) -> dict[str, Tensor]:
     gathering = None
     if objective.gathers_captions:
         gathering = CaptionGathering(has_negatives=its_targets.negatives is not None)
+    sides = None
+    if way.fields:
+        sides = Sides(images=(0.7, 0.3), texts=(0.6, 0.4))
+        if way.negatives or way.several:
+            sides = Sides(images=(0.7, 0.2, 0.1))
     loss = partial(
         batch_loss,
         objective=objective,
@@ -261,6 +278,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         distill=distill,
         halves=distilled,
         gathering=gathering,
+        sides=sides,
     )
     batch = Batch(
         images=given["images"],
@@ -294,7 +312,12 @@ def compute(way: Way) -> dict[str, Tensor]:
             weights=torch.tensor(weights, dtype=torch.float64),
             counts=distributed.sum_over_ranks(counts),
         )
-    on_texts = None if gathering is None else gathering.start
+
+    def start_gathering(texts: Tensor) -> None:
+        assert gathering is not None
+        gathering.start(texts if sides is None else sides.combine_texts(texts.detach(), rows=len(rows)))
+
+    on_texts = None if gathering is None else start_gathering
     done = backward(
         trained, given, loss=loss, parts=way.parts, autocast=False, terms=terms, on_texts=on_texts
     )
@@ -329,9 +352,11 @@ def inputs(way: Way) -> tuple[dict[str, Any], Tensor, Tensor, Tensor]:
         given["tokens"] = torch.arange(CLASSES)[:, None]
     elif way.loss == "words":
         given["tokens"] = torch.arange(END + 1)[:, None]
-    elif way.negatives or way.several:
+    elif way.negatives or way.several or way.fields:
         wrong = torch.where(rows % 4 > 0, (rows - 1) % BATCH, rows)  # one in four has no negative
-        both = torch.cat([rows, wrong])
+        both = torch.cat([rows, wrong]) if way.negatives or way.several else rows
+        if way.fields:
+            both = torch.cat([both, (rows + 5) % BATCH, (rows + 11) % BATCH])
         given["tokens"] = tokens[both, : int(ends[both].max()) + 1]
         if way.lengths:
             given["lengths"] = tuple((ends[both] + 1).tolist())

@@ -11,26 +11,29 @@ from torch import Tensor
 
 LOSSES = (
     "clip", "clip positives", "clip ignored", "clip smoothed", "clip positives smoothed",
-    "siglip", "siglip positives", "siglip ignored", "distillation",
+    "siglip", "siglip positives", "siglip ignored", "distillation", "clip weighted", "clip positives weighted",
+    "clip ignored weighted", "clip smoothed weighted", "clip positives smoothed weighted", "siglip weighted",
+    "siglip positives weighted", "siglip ignored weighted",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Given:
-    """A global batch; all but the identities and the teacher require gradients."""
+    """A global batch; all but the identities, the weights and the teacher require gradients."""
 
     images: Tensor  # (N, O) unit norm
     texts: Tensor  # (N, O)
     scale: Tensor
     bias: Tensor
     identities: Tensor  # (N, K)
+    weights: Tensor  # (N,) some are 0
     teacher_images: Tensor  # (N, P)
     teacher_texts: Tensor  # (N, P)
     teacher_scale: Tensor
 
     def slice(self, rows: slice) -> "Given":
         """Return some of the rows, as new leaves."""
-        by_row = ("images", "texts", "identities", "teacher_images", "teacher_texts")
+        by_row = ("images", "texts", "identities", "weights", "teacher_images", "teacher_texts")
         parts = {name: getattr(self, name).detach()[rows] for name in by_row}
         scale, bias = self.scale.detach().clone(), self.bias.detach().clone()
         part = replace(self, **parts, scale=scale, bias=bias)
@@ -58,12 +61,13 @@ def given(
     features = [F.normalize(draw(24) + 0.7 * common, dim=-1) for _ in range(2)]
     teacher = [F.normalize(draw(9) + common[:, :9], dim=-1) for _ in range(2)]
     identities = torch.randint(0, max(1, rows * 2 // 3), (rows, numbers), generator=random)
+    weights = (torch.rand(rows, generator=random, dtype=torch.float64) * 90 - 10).clamp(min=0)
     scalars = [torch.tensor(value, dtype=torch.float64) for value in (scale, -0.7 * scale, 0.7 * scale)]
     images, texts, t, bias, teacher_images, teacher_texts, teacher_t = (
         one.to(dtype) for one in (*features, *scalars[:2], *teacher, scalars[2])
     )
     whole = Given(
-        images=images, texts=texts, scale=t, bias=bias, identities=identities,
+        images=images, texts=texts, scale=t, bias=bias, identities=identities, weights=weights,
         teacher_images=teacher_images, teacher_texts=teacher_texts, teacher_scale=teacher_t,
     )  # fmt: skip
     return whole.slice(slice(None))
@@ -76,7 +80,9 @@ def same_thing(identities: Tensor) -> Tensor:
 
 def plain(loss: str, batch: Given) -> Tensor:
     """Compute one of ``LOSSES`` on all logits at once."""
-    name, same, smoothing = _parts(loss)
+    name, same, smoothing, weighted = _parts(loss)
+    weights = batch.weights if weighted else torch.ones_like(batch.weights)
+    weights = weights.to(batch.images.dtype) / weights.sum().clamp(min=1e-9)
     together = same_thing(batch.identities)
     logits = batch.scale * batch.images @ batch.texts.T
     own = torch.eye(len(logits), dtype=torch.bool)
@@ -90,25 +96,32 @@ def plain(loss: str, batch: Given) -> Tensor:
         signs = torch.where(together if same == "positives" else own, 1.0, -1.0)
         terms = F.softplus(-signs * (logits + batch.bias), threshold=1000)
         if same == "ignored":
-            terms = terms[own | ~together]
-        return terms.sum() / len(logits)
+            terms = terms * (own | ~together)
+        return (weights * (terms.sum(0) + terms.sum(1))).sum() / 2
     if same == "positives":
         targets = together.to(logits.dtype)
         targets /= targets.sum(1, keepdim=True)  # the relation is symmetric, hence so are the row sums
-        both = (F.cross_entropy(one, targets, label_smoothing=smoothing) for one in (logits, logits.T))
-        return sum(both) / torch.tensor(2.0)
+        return _mean_cross_entropy(logits, targets, smoothing, weights)
     if same == "ignored":
         logits = logits.masked_fill(together & ~own, -torch.inf)
     pairs = torch.arange(len(logits))
-    both = (F.cross_entropy(one, pairs, label_smoothing=smoothing) for one in (logits, logits.T))
-    return sum(both) / torch.tensor(2.0)
+    return _mean_cross_entropy(logits, pairs, smoothing, weights)
 
 
-def _parts(loss: str) -> tuple[str, str, float]:
-    """Split the name of a loss into base name, ``same`` and smoothing."""
-    smoothing = 0.3 if loss.endswith(" smoothed") else 0.0
-    name, _, same = loss.removesuffix(" smoothed").partition(" ")
-    return name, same, smoothing
+def _mean_cross_entropy(logits: Tensor, targets: Tensor, smoothing: float, weights: Tensor) -> Tensor:
+    by_image, by_text = (
+        F.cross_entropy(one, targets, label_smoothing=smoothing, reduction="none")
+        for one in (logits, logits.T)
+    )
+    return (weights * (by_image + by_text)).sum() / 2
+
+
+def _parts(loss: str) -> tuple[str, str, float, bool]:
+    """Split the name of a loss into base name, ``same``, smoothing and whether pairs are weighted."""
+    unweighted = loss.removesuffix(" weighted")
+    smoothing = 0.3 if unweighted.endswith(" smoothed") else 0.0
+    name, _, same = unweighted.removesuffix(" smoothed").partition(" ")
+    return name, same, smoothing, unweighted != loss
 
 
 def ours(loss: str, batch: Given) -> Tensor:
@@ -117,20 +130,24 @@ def ours(loss: str, batch: Given) -> Tensor:
     from clipkit.objectives.distill import distillation_loss
     from clipkit.objectives.siglip import siglip_loss
 
-    name, same, smoothing = _parts(loss)
+    name, same, smoothing, weighted = _parts(loss)
+    weights = batch.weights if weighted else None
     student = (batch.images, batch.texts, batch.scale)
     if name == "distillation":
         return distillation_loss(*student, batch.teacher_images, batch.teacher_texts, batch.teacher_scale)
     if name == "siglip":
         if same == "positives":
-            return siglip_loss(*student, batch.bias, identities=batch.identities, same="positives")
-        return siglip_loss(
-            *student, batch.bias, identities=batch.identities if same else None, same="ignored"
-        )
+            return siglip_loss(
+                *student, batch.bias, identities=batch.identities, same="positives", weights=weights
+            )
+        identities = batch.identities if same else None
+        return siglip_loss(*student, batch.bias, identities=identities, same="ignored", weights=weights)
     if same == "positives":
-        return clip_loss(*student, identities=batch.identities, same="positives", smoothing=smoothing)
+        return clip_loss(
+            *student, identities=batch.identities, same="positives", smoothing=smoothing, weights=weights
+        )
     identities = batch.identities if same else None
-    return clip_loss(*student, identities=identities, same="ignored", smoothing=smoothing)
+    return clip_loss(*student, identities=identities, same="ignored", smoothing=smoothing, weights=weights)
 
 
 def gradients(value: Tensor, batch: Given) -> list[Tensor]:

@@ -25,10 +25,14 @@ def objective(name: str, identities: Tensor) -> Callable[..., Tensor]:
 
 
 def targets(name: str, identities: Tensor) -> Targets:
-    smoothing = 0.3 if name.endswith(" smoothed") else 0.0
-    same = name.removesuffix(" smoothed").partition(" ")[2] or "negatives"
+    unweighted = name.removesuffix(" weighted")
+    smoothing = 0.3 if unweighted.endswith(" smoothed") else 0.0
     return Targets(
-        identities=identities, tokens=torch.zeros(len(identities), 1), same=same, smoothing=smoothing
+        identities=identities,
+        tokens=torch.zeros(len(identities), 1),
+        same=unweighted.removesuffix(" smoothed").partition(" ")[2] or "negatives",
+        smoothing=smoothing,
+        weights=None if unweighted == name else given(len(identities)).weights,
     )
 
 
@@ -91,12 +95,14 @@ def test_chance_is_the_minimum_loss_of_a_constant_model(name: str, rows: int, al
 
     if name.startswith("clip"):
         assert of_bias(0.0) == pytest.approx(level, abs=1e-9)
-        assert name == "clip ignored" or level == pytest.approx(math.log(rows))
+        assert same_is == "ignored" or level == pytest.approx(math.log(rows))
         return
-    same = (ids[:, None] == ids[None]).any(2)
-    own = rows if same_is != "positives" else int(same.sum())
-    questions = rows**2 - (int(same.sum()) - rows if same_is == "ignored" else 0)
-    if own == questions:  # all pairs are positive: the infimum is 0
+    same, eye = (ids[:, None] == ids[None]).any(2), torch.eye(rows, dtype=torch.bool)
+    weights = batch.weights if name.endswith("weighted") else torch.ones(rows, dtype=torch.float64)
+    cells = weights[:, None] + weights
+    own = cells[same if same_is == "positives" else eye].sum().item()
+    questions = (cells * (eye | ~same) if same_is == "ignored" else cells).sum().item()
+    if own == pytest.approx(questions):  # all pairs are positive: the infimum is 0
         assert level == 0
         return
     best = math.log(own / (questions - own))
@@ -132,13 +138,16 @@ ONE = torch.ones((), dtype=torch.float64)
 @pytest.mark.parametrize("same", ["positives", "ignored", "negatives"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("captions", [[0] * 8, [0, 0, 0, 0, 0, 1, 1, 2], [*range(8)]])
+@pytest.mark.parametrize("weights", [None, torch.arange(1.0, 9.0)])
 def test_floor_is_the_minimum_of_clip_over_all_logits(
-    same: str, smoothing: float, captions: list[int]
+    same: str, smoothing: float, captions: list[int], weights: Tensor | None
 ) -> None:
     if same == "ignored" and smoothing:
         return
     identities = torch.stack([torch.arange(8), torch.tensor(captions)], dim=1)
-    batch = Targets(identities=identities, tokens=torch.zeros(8, 1), same=same, smoothing=smoothing)
+    batch = Targets(
+        identities=identities, tokens=torch.zeros(8, 1), same=same, smoothing=smoothing, weights=weights
+    )
     least = minimum(lambda images, texts: OBJECTIVES["clip"]().loss(Outputs(images, texts, ONE), batch), 8, 8)
     assert floor_of("clip", batch, 8) == pytest.approx(least, abs=2e-3)
 
