@@ -475,8 +475,8 @@ class ModelConfig(Section):
         _parse_object("model.image_options", self.image_options)
         _parse_object("model.text_options", self.text_options)
         if self.text_weights:
-            usable = self.text.startswith("transformers:") and not self.weights
-            other = "model.text=transformers:FOLDER or NAME, without model.weights,"
+            usable = self.text.startswith("transformers:") and (self.new_head or not self.weights)
+            other = "model.text=transformers:FOLDER or NAME, without model.weights or with model.new_head,"
             require_use("model.text_weights", self.text_weights, other, usable)
         if self.image_weights:
             usable = bool(self.image and not self.weights)

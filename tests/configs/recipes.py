@@ -1,7 +1,6 @@
 """Runs the commands in the comment of a recipe of configs/domain on small made data, with small towers."""
 
 import json
-import re
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ import numpy as np
 from PIL import Image
 
 from bench.parity import build_reference
-from clipkit.model.architectures import get_architecture
 from clipkit.model.names import to_open_clip
 from tests.forked import ROOT, Forked
 from tests.test_configs import header
@@ -55,7 +53,9 @@ def run_recipe(name: str, made: Made, folder: Path, forked: Forked) -> list[dict
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 2 and metrics[-1]["bad_samples"] == 0, metrics
     assert np.isfinite(metrics[-1]["loss"])
-    results = [json.loads(line) for file in folder.rglob("results.jsonl") for line in file.read_text().splitlines()]
+    results = [
+        json.loads(line) for file in folder.rglob("results.jsonl") for line in file.read_text().splitlines()
+    ]
     scores = {(line["task"], line["metric"]): line["value"] for line in results}
     missing = set(made.scores) - set(scores)
     assert not missing, f"{missing} are not among {sorted(scores)}"
@@ -78,7 +78,9 @@ def run_command(line: str, made: Made, folder: Path, forked: Forked) -> None:
     else:
         assert words[:2] == ["python", "-m"], line
         program, arguments = f"{words[2]}/__main__.py", words[3:]
-    ended = forked.run(program, arguments, {"CLIPKIT_CACHE": str(folder / "cache")}, cwd=folder, timeout=SECONDS)
+    ended = forked.run(
+        program, arguments, {"CLIPKIT_CACHE": str(folder / "cache")}, cwd=folder, timeout=SECONDS
+    )
     assert ended.returncode == 0, f"{line}\n{ended.stdout[-1000:]}\n{ended.stderr[-3000:]}"
     if program == "train.py":
         for text in made.fine:
@@ -106,13 +108,11 @@ def small_clip(folder: Path, name: str, *settings: str) -> tuple[str, ...]:
     from clipkit.config import Config, ModelConfig, ShapeConfig
     from clipkit.training.build import select_shape
 
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for setting in (*SMALL, *settings):
         key, _, value = setting.partition("=")
-        section, _, field = key.partition(".")
-        if section == "shape":
-            sizes[field] = value if re.search(r"[a-z]", value) else int(value)
-    get_architecture(name)
+        if key.startswith("shape."):
+            sizes[key.removeprefix("shape.")] = int(value)
     shape = select_shape(Config(model=ModelConfig(name=name), shape=ShapeConfig(**sizes)))
     config = to_open_clip(shape)
     theirs = build_reference(config, seed=0)
@@ -130,3 +130,58 @@ def picture(path: Path, number: int, *, size: tuple[int, int] = (40, 32), color:
     path.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(pixels).save(path)
     return path
+
+
+WORDS = (
+    "a", "the", "of", "and", "red", "blue", "green", "skin", "lesion", "photo", "figure", "field", "shows", "image",
+    "melanoma", "nevus", "heart", "lung", "0", "1", "2", "3", "4",
+)  # fmt: skip
+
+
+def small_bert(folder: Path) -> str:
+    """Write a small BERT for masked words and its tokenizer, as PubMedBERT is published: with pytorch_model.bin.
+
+    Returns the folder as a value of ``model.text``.
+    """
+    import torch
+    import transformers
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    folder.mkdir(parents=True)
+    vocabulary = [*special, *WORDS, *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    vocabulary += list("abcdefghijklmnopqrstuvwxyz.,")
+    vocabulary = list(dict.fromkeys(vocabulary))
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"do_lower_case": True, "model_max_length": 512})
+    )
+    config = transformers.BertConfig(
+        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=64, max_position_embeddings=512, initializer_range=0.5,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        encoder = transformers.BertForMaskedLM(config)
+    config.architectures = ["BertForMaskedLM"]
+    config.save_pretrained(folder)
+    torch.save(encoder.state_dict(), folder / "pytorch_model.bin")
+    return f"transformers:{folder}"
+
+
+def classes(folder: Path, names: Sequence[str], count: int, *, suffix: str = "png") -> None:
+    """Write ``count`` images of each class in a folder of its own."""
+    for label, name in enumerate(names):
+        color = [(label * 83 + 40 * channel) % 256 for channel in range(3)]
+        for number in range(count):
+            picture(folder / name / f"{number}.{suffix}", 100 * label + number, color=color)
+
+
+def csv(path: Path, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Write a CSV."""
+    import csv as library
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = library.writer(file)
+        writer.writerow(columns)
+        writer.writerows(rows)
