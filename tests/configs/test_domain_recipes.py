@@ -95,9 +95,9 @@ def test_quiltnet(forked: Forked, tmp_path: Path) -> None:
     made = Made(
         overrides=(*small_clip(tmp_path / "openai", "ViT-B-32-quickgelu"), "batch_size=12"),
         scores=[("zero-shot", "acc1"), ("linear-probe", "acc1"), ("retrieval", "text_to_image_R@10")],
+        fine=["12 samples"],  # 12 texts of 6 images
     )
-    metrics = run_recipe("quiltnet_vit_b_32", made, tmp_path, forked)
-    assert metrics[-1]["epoch"] == 2  # 12 texts of 6 images
+    run_recipe("quiltnet_vit_b_32", made, tmp_path, forked)
 
 
 DERM = ("filename", "label", "truncated_caption", "caption", "source")
@@ -127,8 +127,7 @@ def test_dermlip(forked: Forked, tmp_path: Path) -> None:
 def test_dermlip_with_pubmedbert(forked: Forked, tmp_path: Path) -> None:
     write_derm(tmp_path)
     text = small_bert(tmp_path / "pubmedbert")
-    overrides = small_clip(tmp_path / "openai", "ViT-B-16-quickgelu")
-    overrides = tuple(setting for setting in overrides if not setting.startswith("shape.text"))
+    overrides = without_text(small_clip(tmp_path / "openai", "ViT-B-16-quickgelu"))
     made = Made(
         overrides=(*overrides, f"model.text={text}", "batch_size=8"),
         scores=[("zero-shot", "acc1"), ("retrieval", "image_to_text_R@10")],
@@ -273,3 +272,32 @@ def test_ms_clip(forked: Forked, tmp_path: Path) -> None:
     made = Made(overrides=(*overrides, "batch_size=8"), scores=[("zero-shot", "acc1")])
     run_recipe("ms_clip", made, tmp_path, forked)
     assert clipkit.load(tmp_path / "runs/ms_clip").preprocess.channels == 10
+
+
+UNIMED = {
+    "radimagenet_webdataset": "_radimagenet_", "chexpert_webdataset": "_chexpert_", "openi_webdataset": "_openi_",
+    "chest_xray8_webdataset": "_chestxray8_", "mimic_cxr": "_mimiccxr_", "roco_webdataset": "",
+    "pmc_clip_webdataset": "", "llava_med_alignment_set_webdataset": "", "llava_med_hq_60k_set_webdataset": "",
+    "quilt_webdataset": "_medicat_", "retina_part1_webdataset": "_all_retina_merged_",
+    "retina_part2_webdataset": "_dr_", "retina_part3_webdataset": "_dr_",
+}  # fmt: skip
+
+
+def test_unimed_clip(forked: Forked, tmp_path: Path) -> None:
+    for source, mark in UNIMED.items():
+        samples: list[dict[str, str | bytes]] = []
+        for i in range(3):
+            image = picture(tmp_path / "made.png", i).read_bytes()  # PNGs that are called jpg, as published
+            text = f"a photo of the lung {i}"
+            if mark:
+                text = "".join(f"{text}, text {j}.{mark}" for j in range(10))
+            samples.append({"jpg": image, "txt": text + ("noreportpresent" if source == "mimic_cxr" else "")})
+        write_tar(tmp_path / f"unimed/{source}/dataset-000001.tar", samples)
+    classes(tmp_path / "BACH", ["Benign", "InSitu", "Invasive", "Normal"], 4)
+    overrides = without_text(small_clip(tmp_path / "b16_400m", "ViT-B-16-quickgelu"))
+    text = small_bert(tmp_path / "biomedbert")
+    made = Made(
+        overrides=(*overrides, f"model.text={text}", "batch_size=32", "data.groups=1"),
+        scores=[("zero-shot", "acc1")],
+    )
+    run_recipe("unimed_clip", made, tmp_path, forked)
