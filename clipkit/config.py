@@ -59,6 +59,12 @@ _IMAGE_PROJECTION = "image:"
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
+def _is_separator(text: str) -> bool:
+    with suppress(re.error):
+        return not text or (re.compile(text).groups == 0 and not re.fullmatch(text, ""))
+    return False
+
+
 def lazy_import(path: str) -> Callable[..., Any]:
     """Return a function that imports "module:name" when called, so that registries import no layer above."""
 
@@ -167,6 +173,12 @@ class DataConfig(Section):
         "Which caption to use: the first one present, one at random, one drawn by data.caption_weights, or all, "
         "each as a separate sample.",
         one_of("first", "random", "weighted", "all"),
+    )
+    caption_split: str = setting(
+        "",
+        "Regular expression of what separates several captions in one text, such as _medicat_; with "
+        "data.caption_choice=random or all.",
+        Within(words="a regular expression without groups", holds=_is_separator),
     )
     caption_count: int = setting(
         1,
@@ -514,8 +526,8 @@ class ModelConfig(Section):
         _parse_object("model.image_options", self.image_options)
         _parse_object("model.text_options", self.text_options)
         if self.text_weights:
-            usable = self.text.startswith("transformers:") and not self.weights
-            other = "model.text=transformers:FOLDER or NAME, without model.weights,"
+            usable = self.text.startswith("transformers:") and (self.new_head or not self.weights)
+            other = "model.text=transformers:FOLDER or NAME, without model.weights or with model.new_head,"
             require_use("model.text_weights", self.text_weights, other, usable)
         if self.image_weights:
             alone = "model.weights have their own image tower"

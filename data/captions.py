@@ -185,6 +185,7 @@ class CaptionRule:
         weights: weight of each field, for "weighted".
         templates: strings in which ``{}`` is replaced by the caption; one is drawn for each use.
         prefix: text before the caption.
+        split: regular expression of what separates several captions in one text; "" for none.
         count: number of captions of a sample that are used at once, for "first" and "random".
         negatives: a json field with wrong captions of the image, a string or a list of strings; "" for none.
     """
@@ -194,6 +195,7 @@ class CaptionRule:
     weights: tuple[float, ...] = ()
     templates: tuple[str, ...] = ()
     prefix: str = ""
+    split: str = ""
     count: int = 1
     negatives: str = ""
 
@@ -203,6 +205,8 @@ class CaptionRule:
         # earlier versions did not use samples without it
         if CAPTIONS in self.fields and TEXT not in self.fields:
             settings["captions"] = TEXT
+        if self.split:
+            settings["split"] = self.split
         return json.dumps(settings)
 
     @property
@@ -269,7 +273,10 @@ class CaptionRule:
             if value is None and (name == TEXT or (name == CAPTIONS and TEXT not in self.fields)):
                 value = text
             values = value if isinstance(value, list) else [value]
-            captions.append([caption for caption in values if isinstance(caption, str) and caption.strip()])
+            texts = [text for text in values if isinstance(text, str)]
+            if self.split:
+                texts = [part.strip() for text in texts for part in re.split(self.split, text)]
+            captions.append([caption for caption in texts if caption.strip()])
         return captions
 
     def caption(self, fields: Fields, index: int, random: np.random.Generator | None) -> str | None:

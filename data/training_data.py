@@ -60,6 +60,7 @@ def open_training_data(
             weights=settings.caption_weights,
             templates=settings.caption_templates,
             prefix=settings.caption_prefix,
+            split=settings.caption_split,
             count=settings.caption_count,
             negatives=settings.negatives,
         ),

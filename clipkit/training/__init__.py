@@ -56,6 +56,7 @@ class OptimizerEntry:
 
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(make=lazy_import("clipkit.training.optim:adamw"), gated=True),
+    "sgd": OptimizerEntry(make=lazy_import("clipkit.training.optim:sgd")),
     "stable_adamw": OptimizerEntry(make=lazy_import("clipkit.training.optim:stable_adamw")),
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:lamb"), parameters_join_late=False),

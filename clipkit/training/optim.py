@@ -73,6 +73,11 @@ def adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=True)
 
 
+def sgd(model: CLIP, config: OptimConfig) -> Optimizer:
+    """Build stochastic gradient descent with the momentum ``optim.beta1``."""
+    return SGD(parameter_groups(model, config), lr=config.lr, momentum=config.beta1)
+
+
 def stable_adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build ``StableAdamW``."""
     groups = parameter_groups(model, config)
@@ -172,6 +177,17 @@ class AdamW(Uncompiled, torch.optim.AdamW):
     """torch's AdamW (Loshchilov & Hutter 2019, https://arxiv.org/abs/1711.05101)."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+
+
+class SGD(Uncompiled, torch.optim.SGD):
+    """torch's stochastic gradient descent; its weight decay is part of the gradient (L2)."""
+
+    step = torch.no_grad()(unwrap(torch.optim.SGD.step))
+
+    def expected_state(self, parameter: Tensor) -> StateShapes:
+        """See the function of this name."""
+        momentum = self.param_groups[0]["momentum"]
+        return {"momentum_buffer": (parameter.shape, parameter.dtype)} if momentum else {}
 
 
 class MuonWithAdamW(Uncompiled):

@@ -490,7 +490,9 @@ def _switch(tower: nn.Module, name: str, *, on: bool) -> None:
             if hasattr(part, "set_grad_checkpointing"):
                 part.set_grad_checkpointing(on)
             elif getattr(part, "supports_gradient_checkpointing", False):
-                part.gradient_checkpointing_enable() if on else part.gradient_checkpointing_disable()
+                # named gradient_… by transformers below 5.24
+                kind = "activation" if hasattr(part, "activation_checkpointing_enable") else "gradient"
+                getattr(part, f"{kind}_checkpointing_{'enable' if on else 'disable'}")()
             else:
                 continue
         except (AssertionError, AttributeError, NotImplementedError, ValueError) as error:

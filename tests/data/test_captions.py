@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.errors import DataError
+from clipkit.config import DataConfig
+from clipkit.errors import ConfigError, DataError
 from data.captions import CaptionRule, drop_words
 
 CHOICES = ("first", "random", "weighted", "all")
@@ -254,3 +255,28 @@ def test_drawn_caption_is_one_of_the_sample_or_none(
     else:
         assert found in {f"> {around.replace('{}', one)}" for one in there for around in templates or ["{}"]}
     assert json.loads(json.dumps(asdict(rule)))["fields"] == of
+
+
+parts = st.text(alphabet="ab ._", max_size=6)
+
+
+@given(parts=st.lists(parts, min_size=1, max_size=5), index=st.integers(0, 6))
+def test_split_texts_are_captions_of_their_own(parts: list[str], index: int) -> None:
+    rule = CaptionRule(fields=("txt",), choice="all", split="<br>|<p>")
+    expected = [part.strip() for part in parts if part.strip()]
+    assert rule.captions_by_field({"txt": "<br>".join(parts)}) == [expected]
+    assert rule.captions_by_field({"txt": ["<p>".join(parts), None]}) == [expected]
+    found = rule.caption({"txt": "<br>".join(parts)}, index, None)
+    assert found == (expected[index] if index < len(expected) else None)
+    assert rule.which() != CaptionRule(fields=("txt",), choice="all").which()
+
+
+@pytest.mark.parametrize("split", ["(", "a(b)", "", "x*"])
+def test_separators_that_split_nothing_sensible_are_refused(split: str) -> None:
+    if not split:
+        assert DataConfig(caption_split=split).caption_split == ""
+        return
+    with pytest.raises(
+        ConfigError, match=r"data\.caption_split = .* expected a regular expression without groups"
+    ):
+        DataConfig(caption_split=split)

@@ -518,3 +518,24 @@ def test_orthogonalize_gives_singular_values_near_one(shape: tuple[int, int, int
     values = torch.linalg.svdvals(orthogonalize(matrices))
     assert values.shape == (shape[0], min(shape[1:]))
     assert values.min() > 0.5 and values.max() < 1.3
+
+
+@given(rate=st.floats(1e-4, 1e-1), momentum=st.floats(0, 0.95), decay=st.floats(0, 0.5))
+@settings(max_examples=10)
+def test_sgd_equals_its_formula(rate: float, momentum: float, decay: float) -> None:
+    model, plain = create(TINY, seed=0), create(TINY, seed=0)
+    config = OptimConfig(name="sgd", lr=rate, min_lr=0, beta1=momentum, weight_decay=decay)
+    optimizer = make_optimizer(model, config)
+    velocities = [torch.zeros_like(parameter) for parameter in plain.parameters()]
+    for step in range(3):
+        give_gradients(model, step)
+        give_gradients(plain, step)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter, velocity in zip(plain.parameters(), velocities, strict=True):
+                assert parameter.grad is not None
+                gradient = parameter.grad + (decay if parameter.ndim > 1 else 0) * parameter
+                velocity.mul_(momentum).add_(gradient)
+                parameter.sub_(rate * velocity)
+    for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-5, atol=1e-7)
