@@ -67,6 +67,7 @@ def open_training_data(
         fraction=settings.fraction,
         image=settings.image.lower(),
         fields=PairFields(same=same_field),
+        balance=settings.balance_by[0],
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""
