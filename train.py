@@ -65,6 +65,7 @@ class RunData:
         if left_out := manifest.left_out(self.shards.selection):
             samples += f", {left_out}"
         lines = [f"{samples}; {self.order.describe(config.steps, config.data.redacted_sources)}"]
+        lines += [f"data.balance = {config.data.balance}: {line}" for line in self.order.describe_balance()]
         if not resumed:
             lines += [*self.shards.notes, *self.packed.notes]
         return lines
@@ -100,6 +101,8 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
         sources=shards.manifest.sources,
         weights=config.data.weights,
         resample=config.data.resample,
+        values=shards.manifest.values,
+        cap=config.data.balance_by[1],
     )
     return RunData(shards=shards, order=sample_order, packed=packed, datasets=datasets)
 

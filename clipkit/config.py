@@ -56,6 +56,7 @@ def between(least: float, most: float) -> Within:
 _POSITIVE = Within(words="at least 1", holds=lambda value: all(size >= 1 for size in value))
 _WEIGHTS = Within(words="above 0", holds=lambda value: all(weight > 0 for weight in value))
 _IMAGE_PROJECTION = "image:"
+_BALANCE = re.compile(r".+:(equal|[1-9][0-9]{0,11})", flags=re.ASCII)
 _BELOW_ONE = Within(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
 
 
@@ -234,6 +235,15 @@ class DataConfig(Section):
         "of a larger one.",
         Within(words="above 0 and at most 1", holds=lambda value: 0 < value <= 1),
     )
+    balance: str = setting(
+        "",
+        'Balance samples by a field or text member: "category:20000" uses at most 20,000 samples of each category '
+        'in an epoch of a source, in turns, "category:equal" equally many of each, repeated where there are fewer.',
+        Within(
+            words="empty, FIELD:COUNT or FIELD:equal",
+            holds=lambda value: not value or _BALANCE.fullmatch(value) is not None,
+        ),
+    )
     last: str = setting(
         "drop",
         "Samples that do not fill a batch at the end of an epoch: drop them, or wrap them into the next epoch.",
@@ -349,6 +359,9 @@ class DataConfig(Section):
         self.parse_fields("image")
         self.parse_fields("text")
         super().__post_init__()
+        if self.balance:
+            again = "cannot be combined with data.balance, which draws each sample once in turn"
+            require(not self.resample, "data.resample", self.resample, again)
         both = self.nvjpeg and self.scaled_decode
         require(not both, "data.nvjpeg", True, "cannot be combined with data.scaled_decode")
 
@@ -369,6 +382,12 @@ class DataConfig(Section):
         holds = first in weights and (len(weights) > 1 or not getattr(self, f"{side}_fields"))
         require(holds, name, getattr(self, f"{side}_fields"), alone)
         return {first: weights.pop(first), **weights}
+
+    @property
+    def balance_by(self) -> tuple[str, int]:
+        """The field of ``balance`` and its number; 0 for equal. ("", 0) without it."""
+        name, _, count = self.balance.rpartition(":")
+        return name, int(count) if count.isdecimal() else 0
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -55,6 +55,12 @@ def leaf_fields(fields: Fields) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
+def find_value(fields: Fields, name: str) -> Any:
+    """Return the text member or the json field with this name; None if there is none."""
+    value = fields.get(name)
+    return value_at(fields, name) if value is None else value
+
+
 def json_members(fields: Iterable[str], names: Collection[str]) -> list[str]:
     """Return those of a sample's members that may contain these json fields, see ``parse_fields``."""
     members = []
@@ -267,9 +273,7 @@ class CaptionRule:
             text = fields["caption"]
         captions = []
         for name in self.fields:
-            value = fields.get(name)
-            if value is None:
-                value = value_at(fields, name)
+            value = find_value(fields, name)
             if value is None and (name == TEXT or (name == CAPTIONS and TEXT not in self.fields)):
                 value = text
             values = value if isinstance(value, list) else [value]

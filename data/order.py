@@ -18,6 +18,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,7 @@ from clipkit.files import MASK, STEP, mix, mix_array
 _ROUND_KEY = 0xBF58476D1CE4E5B9  # added to the key of a permutation in each round
 _ROUNDS = 8
 # purposes of random numbers; part of their key
-_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN = range(6)
+_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN, _TURN = range(7)
 _KEPT_EPOCHS = 2  # for which the shard order is cached: a batch may span two
 
 Int64s = npt.NDArray[np.int64]
@@ -124,6 +125,9 @@ class Order:
         resample: draw with replacement: ``window`` shards at a time, each with probability proportional to its
             number of samples, and from these the number of samples that they contain on average. Every sample is
             equally likely.
+        values: (N,) equal for samples that ``data.balance`` counts together; empty: do not balance.
+        cap: most samples of a value in an epoch of its source; 0: equally many of each value, as many as they have
+            on average.
     """
 
     def __init__(
@@ -138,9 +142,22 @@ class Order:
         sources: Sequence[int] = (),
         weights: Sequence[float] = (),
         resample: bool = False,
+        values: UInt64s | None = None,
+        cap: int = 0,
     ) -> None:
         self.counts = np.asarray(counts, dtype=np.int64)
-        self.samples = int(self.counts.sum())
+        parts = list(sources) if weights else [len(self.counts)]
+        assert sum(parts) == len(self.counts)
+        shard_ends = np.cumsum(parts)
+        sample_ends = np.concatenate([[0], np.cumsum(self.counts)])[shard_ends]
+        lengths: list[int] = np.diff(sample_ends, prepend=0).tolist()  # of an epoch of each source
+        self._balances: list[_Balance] = []  # of each source; none without ``values``
+        if values is not None and len(values):
+            assert len(values) == sample_ends[-1] and not resample
+            for source, source_values in enumerate(np.split(values, sample_ends[:-1])):
+                self._balances.append(_Balance(source_values, cap, seed=key(seed, source)))
+                lengths[source] = self._balances[source].samples
+        self.samples = sum(lengths)  # of an epoch
         if batch_size > self.samples:
             raise ConfigError(
                 f"batch_size = {batch_size}, but the data have only {self.samples} samples: "
@@ -160,20 +177,18 @@ class Order:
         # Fraction of each source in what the previous sources leave; exact, so that errors do not accumulate.
         exact = [Fraction(repr(float(weight))) for weight in weights or (1.0,)]
         self._fractions = [weight / sum(exact[i:]) for i, weight in enumerate(exact)]
-        parts = list(sources) if weights else [len(self.counts)]
-        assert sum(parts) == len(self.counts)
         most = self.batches_per_epoch * self.group_size if self.leaves_out else self.samples
         kind = _Resampled if resample else _Source
         self._sources: list[_Source] = []
         first_shard = first_sample = 0
         for source, shards in enumerate(parts):
             part = self.counts[first_shard : first_shard + shards]
-            if not part.sum():
+            if not lengths[source]:
                 raise ConfigError(f"source {source + 1} of data.train has no usable sample: remove it")
-            if part.sum() < groups:
+            if lengths[source] < groups:
                 raise ConfigError(
-                    f"source {source + 1} of data.train has only {part.sum()} samples for data.groups = {groups}: "
-                    "remove it or set a smaller data.groups"
+                    f"source {source + 1} of data.train has only {lengths[source]} samples for "
+                    f"data.groups = {groups}: remove it or set a smaller data.groups"
                 )
             self._sources.append(
                 kind(
@@ -184,6 +199,7 @@ class Order:
                     window=max(1, window // groups),
                     groups=groups,
                     most=most,
+                    balance=self._balances[source] if self._balances else None,
                 )
             )
             first_shard += shards
@@ -263,6 +279,10 @@ class Order:
             epochs = f"{steps / self.batches_per_epoch:.3g}"
         return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
 
+    def describe_balance(self) -> list[str]:
+        """Describe how many samples of the values each source uses in an epoch; empty without ``values``."""
+        return [balance.describe() for balance in self._balances]
+
     def _mix_sources(self, step: int, group: int, rows: Int64s) -> Draw:
         """Return some rows of a group, in which the sources are permuted; (N,) 0 ≤ row < group_size."""
         sizes = np.full(len(rows), self.group_size)
@@ -295,11 +315,89 @@ class Order:
         return taken
 
 
+class _Balance:
+    """How often an epoch of a source has each of its samples, so that frequent values do not dominate.
+
+    The samples of a value take turns: position k of its endless sequence is the sample whose turn is k modulo their
+    number, and an epoch has the next positions. So no sample is drawn again before all others of its value.
+    """
+
+    def __init__(self, values: UInt64s, cap: int, *, seed: int) -> None:
+        names, self._codes, self.counts = np.unique(values, return_inverse=True, return_counts=True)
+        firsts = np.cumsum(self.counts) - self.counts
+        within = np.empty(len(values), dtype=np.int64)
+        within[np.argsort(self._codes, kind="stable")] = np.arange(len(values)) - np.repeat(
+            firsts, self.counts
+        )
+        keys = hashed(key(seed, _TURN), names)
+        self._turns = permuted(within, self.counts[self._codes], keys[self._codes])
+        if cap:
+            self.drawn = np.minimum(self.counts, cap)
+        else:
+            self.drawn = np.full_like(self.counts, len(values) // max(1, len(names)))
+        self.samples = int(self.drawn.sum())
+
+    def draw_epoch(self, epoch: int) -> tuple[Int64s, Int64s]:
+        """Return the samples of an epoch, ascending, and how often each was drawn before."""
+        counts = self.counts[self._codes]
+        drawn = self.drawn[self._codes]
+        before = -((self._turns - epoch * drawn) // counts)
+        times = -((self._turns - (epoch + 1) * drawn) // counts) - before
+        samples = np.repeat(np.arange(len(times)), times)
+        again = np.arange(len(samples)) - np.repeat(np.cumsum(times) - times, times)
+        return samples, np.repeat(before, times) + again
+
+    def describe(self) -> str:
+        """Describe the numbers of values and samples in one line."""
+        samples = f"{len(self._codes):,} → {self.samples:,} samples an epoch"
+        capped = np.count_nonzero(self.counts > self.drawn)
+        repeated = np.count_nonzero(self.counts < self.drawn)
+        more = f", {repeated:,} repeated" if repeated else ""
+        return (
+            f"{len(self.counts):,} values, {capped:,} capped{more}: {samples}, {self.drawn.min():,} to "
+            f"{self.drawn.max():,} of each value"
+        )
+
+
+class _Epoch(NamedTuple):
+    """The order of an epoch.
+
+    Attributes:
+        shards: (S,) shards in order.
+        cumulative: (S,) samples up to the end of each of them.
+        ends: samples up to the end of each window.
+        counts: (S,) samples of each shard.
+        starts: (S,) samples of the shards before it.
+        samples: the samples that are drawn, ascending; empty if each is drawn once.
+        before: how often each of them was drawn before.
+    """
+
+    shards: Int64s
+    cumulative: Int64s
+    ends: Int64s
+    counts: Int64s
+    starts: Int64s
+    samples: Int64s
+    before: Int64s
+
+
 class _Source:
-    """The endless sequences of all groups in one source; an epoch of all contains every sample once."""
+    """The endless sequences of all groups in one source; an epoch of all contains every sample once.
+
+    With ``balance``, it contains those samples that are drawn, and a shard as many of them as it has.
+    """
 
     def __init__(
-        self, counts: Int64s, *, seed: int, first: int, first_shard: int, window: int, groups: int, most: int
+        self,
+        counts: Int64s,
+        *,
+        seed: int,
+        first: int,
+        first_shard: int,
+        window: int,
+        groups: int,
+        most: int,
+        balance: _Balance | None = None,
     ) -> None:
         self.counts = counts
         self.seed = seed
@@ -307,31 +405,37 @@ class _Source:
         self.first_shard = first_shard
         self.window = min(window, len(counts))  # a larger one has no effect, but may exceed int64
         self.groups = groups
-        self.samples = int(counts.sum())
+        self.balance = balance
+        self.samples = int(counts.sum()) if balance is None else balance.samples
         self.starts = np.cumsum(counts) - counts
         # (G + 1,) where the part of each group in an epoch begins, and the end; may lie within a shard
         self.borders = self.samples * np.arange(groups + 1) // groups
         # (G,) samples that each group draws in an epoch
         self.lengths = np.minimum(np.diff(self.borders), most)
-        self._recent: dict[int, tuple[Int64s, ...]] = {}
+        self._recent: dict[int, _Epoch] = {}
 
     def take(self, group: Int64s, positions: Int64s) -> Draw:
         """Return the samples at (N,) positions of (N,) groups' sequences."""
         epochs, within = np.divmod(positions, self.lengths[group])
         within += self.borders[group]
         ids = np.empty_like(positions)
+        times = epochs.copy()
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
             epoch_positions = within[here]
-            shards, cumulative, ends = self._shards(epoch)
+            shards, cumulative, ends, counts, starts, samples, before = self._order_epoch(epoch)
             window = np.searchsorted(ends, epoch_positions, side="right")
             start = np.where(window > 0, ends[window - 1], 0)
             keys = hashed(key(self.seed, _SAMPLES, epoch), window)
             mixed = start + permuted(epoch_positions - start, ends[window] - start, keys)
             slot = np.searchsorted(cumulative, mixed, side="right")
             shard = shards[slot]
-            ids[here] = self.starts[shard] + mixed - (cumulative[slot] - self.counts[shard])
-        return Draw(ids=ids + self.first, epochs=epochs)
+            chosen = starts[shard] + mixed - (cumulative[slot] - counts[shard])
+            if self.balance is not None:
+                times[here] = before[chosen]
+                chosen = samples[chosen]
+            ids[here] = chosen
+        return Draw(ids=ids + self.first, epochs=times)
 
     def windows(self, group: int, begin: int, end: int) -> tuple[list[int], list[int]]:
         """Return the shards of the windows with positions ``begin`` to ``end - 1`` of a group's sequence, and of
@@ -347,7 +451,7 @@ class _Source:
         """Return the shards of the window at a position of a group's sequence, and the next position after it."""
         length = int(self.lengths[group])
         epoch, within = divmod(position, length)
-        shards, cumulative, ends = self._shards(epoch)
+        shards, cumulative, ends, *_ = self._order_epoch(epoch)
         epoch_position = int(self.borders[group]) + within
         window = int(np.searchsorted(ends, epoch_position, side="right"))
         start = ends[window - 1] if window else 0
@@ -356,21 +460,28 @@ class _Source:
         following = position + min(int(ends[window]) - epoch_position, length - within)
         return (shards[first : last + 1] + self.first_shard).tolist(), following
 
-    def _shards(self, epoch: int) -> tuple[Int64s, ...]:
-        """Return an epoch's order of shards, and the cumulative numbers of samples by shard and by window."""
-        windows = self._recent.pop(epoch, None)
-        if windows is None:
+    def _order_epoch(self, epoch: int) -> _Epoch:
+        order = self._recent.pop(epoch, None)
+        if order is None:
+            counts = self.counts
+            starts = self.starts
+            samples = before = np.zeros(0, dtype=np.int64)
+            if self.balance is not None:
+                samples, before = self.balance.draw_epoch(epoch)
+                starts = np.searchsorted(samples, self.starts)
+                counts = np.diff(starts, append=self.samples)
             drawn = hashed(key(self.seed, _SHARDS, epoch), np.arange(len(self.counts)))
             shards = np.argsort(drawn, kind="stable")
-            cumulative = np.cumsum(self.counts[shards])
+            cumulative = np.cumsum(counts[shards])
             last = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
             ends = cumulative[np.minimum(last, len(shards) - 1)]
             # a window also ends where the part of a group does
-            windows = shards, cumulative, np.sort(np.concatenate([ends, self.borders[1:-1]]))
-        self._recent[epoch] = windows  # the most recently used is last
+            ends = np.sort(np.concatenate([ends, self.borders[1:-1]]))
+            order = _Epoch(shards, cumulative, ends, counts, starts, samples, before)
+        self._recent[epoch] = order  # the most recently used is last
         while len(self._recent) > _KEPT_EPOCHS:
             del self._recent[next(iter(self._recent))]
-        return windows
+        return order
 
 
 class _Resampled(_Source):

@@ -5,7 +5,8 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,16 @@ from clipkit.samples import (
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile
-from data.captions import TEXT, CaptionRule, Fields, Filter, PairFields, json_members, parse_number
+from data.captions import (
+    TEXT,
+    CaptionRule,
+    Fields,
+    Filter,
+    PairFields,
+    find_value,
+    json_members,
+    parse_number,
+)
 from data.scores.table import Scores
 
 OUTSIDE = "outside data.fraction"  # why a sample is not used
@@ -37,11 +47,13 @@ class Chosen:
         rows: (M,) uint32, rows of the shard's index.
         captions: (M,) uint16, index of each sample's caption; None unless each caption is a sample.
         dropped: number of unused samples by reason.
+        values: (M,) hash of each sample's value of ``Selection.balance``; None without it.
     """
 
     rows: npt.NDArray[np.uint32]
     captions: npt.NDArray[np.uint16] | None
     dropped: dict[str, int]
+    values: npt.NDArray[np.uint64] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -51,6 +63,11 @@ def _hash_to_fraction(shard: str, key: str, occurrence: int) -> float:
     sample = f"{shard}\0{key}\0{occurrence}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(sample, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
+
+
+def _hash_value(value: object) -> int:
+    text = str(value).strip().encode("utf-8", "surrogatepass")  # equal for a number and its text
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +84,7 @@ class Selection:
             repeat between shards. The shard counts by its name without the folder, so data may be moved.
         image: the member with the image; "" for the first one with the extension of an image.
         fields: further fields to read; they do not decide which samples are used.
+        balance: the field or text member by which samples are counted, see ``Order``; "" for none.
     """
 
     need: tuple[str, ...] = ("image", "caption")
@@ -77,11 +95,14 @@ class Selection:
     fraction: float = 1.0
     image: str = ""
     fields: PairFields = field(default_factory=PairFields)
+    balance: str = ""
 
     @property
     def reads_json(self) -> bool:
         """Whether the samples' json or scores decide which are used."""
-        return bool(self.filters) or ("caption" in self.need and self.captions.choice == "all")
+        return bool(self.filters or self.balance) or (
+            "caption" in self.need and self.captions.choice == "all"
+        )
 
     @property
     def counts_stated(self) -> bool:
@@ -100,12 +121,22 @@ class Selection:
     @property
     def needs_content(self) -> bool:
         """Whether scores are not enough to decide which samples are used."""
-        return bool(self.json_filters) or self.captions.choice == "all"
+        return bool(self.json_filters or self.balance) or self.captions.choice == "all"
+
+    @cached_property
+    def content(self) -> CaptionRule:
+        """The rule that reads captions and the value to balance by."""
+        return replace(self.captions, fields=(*self.captions.fields, *filter(None, [self.balance])))
+
+    @property
+    def unbalanced(self) -> tuple[str, ...]:
+        """Why samples are not used that have no value to balance by."""
+        return (f"without {self.balance}", f"with several values of {self.balance}") if self.balance else ()
 
     def members(self, names: Collection[str]) -> list[str]:
         """Return those of a sample's members that decide whether it is used."""
         filtered = json_members([filter_.name for filter_ in self.json_filters], names)
-        return [*dict.fromkeys([*self.captions.select_members(names), *filtered])]
+        return [*dict.fromkeys([*self.content.select_members(names), *filtered])]
 
     @property
     def identity(self) -> str:
@@ -125,6 +156,8 @@ class Selection:
             identity.append([f"fraction {self.fraction} by shard and key"])  # earlier versions: by key
         if self.image:
             identity.append([f"image {self.image}"])
+        if self.balance:
+            identity.append([f"balance {self.balance}"])
         return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]
 
     def choose(self, index: ShardIndex, content: Callable[[int], Fields], *, shard: str) -> Chosen:
@@ -160,6 +193,7 @@ class Selection:
             return Chosen(rows=rows, captions=None, dropped=dict(+dropped))
         used_rows: list[int] = []
         caption_numbers: list[int] = []
+        values: list[int] = []
         for row in rows.tolist():
             try:
                 fields = content(row)
@@ -178,19 +212,33 @@ class Selection:
                 numbers = range(min(count, _MAX_CAPTIONS))
             used_rows += [row] * len(numbers)
             caption_numbers += numbers
+            if self.balance:
+                values += [_hash_value(find_value(fields, self.balance))] * len(numbers)
         separate = None
         if self.captions.choice == "all":
             separate = np.array(caption_numbers, dtype=np.uint16)
-        return Chosen(rows=np.array(used_rows, dtype=np.uint32), captions=separate, dropped=dict(+dropped))
+        return Chosen(
+            rows=np.array(used_rows, dtype=np.uint32),
+            captions=separate,
+            dropped=dict(+dropped),
+            values=np.array(values, dtype=np.uint64) if self.balance else None,
+        )
 
     def refuses(self, fields: Fields) -> str:
-        """Return why a sample with these fields fails the filters; empty if it passes."""
+        """Return why a sample with these fields fails the filters or cannot be balanced; empty if it passes."""
         for filter_ in self.filters:
             passes = filter_.passes(fields)
             if not passes:
                 if passes is None:
                     return f"without {filter_.name}"
                 return f"not {filter_}"
+        if self.balance:
+            value = find_value(fields, self.balance)
+            without, several = self.unbalanced
+            if isinstance(value, list | dict):
+                return several
+            if value is None or value != value or not str(value).strip():  # NaN is no value
+                return without
         return ""
 
 
@@ -206,7 +254,12 @@ def choose_unread(file: ShardFile, index: ShardIndex, selection: Selection) -> C
         stored = read_arrays(_choice_path(file, index, selection))
         if stored is not None:
             about, arrays = stored
-            return Chosen(rows=arrays["rows"], captions=arrays.get("captions"), dropped=about["dropped"])
+            return Chosen(
+                rows=arrays["rows"],
+                captions=arrays.get("captions"),
+                dropped=about["dropped"],
+                values=arrays.get("values"),
+            )
     return None
 
 
@@ -250,11 +303,13 @@ class SelectedShard(Shard):
             fields = {}
             if selection.needs_content:
                 members = self.read_present(row, selection.members(self.index.members(row)))
-                fields = selection.captions.parse(members)
+                fields = selection.content.parse(members)
             return {**fields, "score": scores[row]} if scores else fields
 
         chosen = selection.choose(self.index, content, shard=self.file.name)
-        arrays = {"rows": chosen.rows} | ({} if chosen.captions is None else {"captions": chosen.captions})
+        optional = {"captions": chosen.captions, "values": chosen.values}
+        arrays: dict[str, npt.NDArray[Any]] = {"rows": chosen.rows}
+        arrays |= {name: array for name, array in optional.items() if array is not None}
         with suppress(OSError):
             path = _choice_path(self.file, self.index, selection)
             write_arrays(path, {"dropped": chosen.dropped}, arrays)

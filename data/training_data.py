@@ -73,6 +73,7 @@ def open_training_data(
             image=tuple(settings.parse_fields("image"))[1:],
             text=tuple(settings.parse_fields("text"))[1:],
         ),
+        balance=settings.balance_by[0],
     )
     cache = shard_cache(settings.sources, settings.cache_gb)
     content = b""

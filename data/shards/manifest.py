@@ -43,11 +43,19 @@ from clipkit.samples import (
     read_arrays,
     stored_index,
     unpack_arrays,
-    value_at,
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text
-from data.captions import TEXT, CaptionRule, Fields, field_hint, is_utf8, join_names, leaf_fields
+from data.captions import (
+    TEXT,
+    CaptionRule,
+    Fields,
+    field_hint,
+    find_value,
+    is_utf8,
+    join_names,
+    leaf_fields,
+)
 from data.selection import OUTSIDE, Chosen, SelectedShard, Selection, choose_unread
 
 # --------------------------------------------------------------------------------------------------------------
@@ -125,19 +133,22 @@ def _reject_unknown_fields(
     shards: Sequence[ShardFile], selection: Selection, cache: ShardCache | None
 ) -> None:
     plain = Selection(need=selection.need, image=selection.image)
-    missing = {condition.name for condition in selection.json_filters}
+    missing = {condition.name for condition in selection.json_filters} | set(
+        filter(None, [selection.balance])
+    )
 
     def has_rest(_: Sequence[str], fields: Fields) -> bool:
-        missing.difference_update([name for name in missing if value_at(fields, name) is not None])
+        missing.difference_update([name for name in missing if find_value(fields, name) is not None])
         return not missing
 
     examined = None
     if missing:
-        examined = _examine(_open_some(shards, plain, cache), selection.captions, cache, has_rest)
+        examined = _examine(_open_some(shards, plain, cache), selection.content, cache, has_rest)
     if examined is not None:
         name = min(missing)
+        setting = "data.balance" if name == selection.balance else "data.filters"
         raise DataError(
-            f"data.filters names the json field {name!r}, which none of {examined.samples:,} samples examined "
+            f"{setting} names the json field {name!r}, which none of {examined.samples:,} samples examined "
             f"has: {field_hint(name, examined.fields)}"
         )
     if "caption" in selection.need and (selection.reads_json or TEXT not in selection.captions.fields):
@@ -345,6 +356,7 @@ class Census:
         dropped: unused samples by reason.
         members: number of the most frequent members by name.
         truncated: whether the shard is truncated and only its intact part counted.
+        values: as in ``Chosen``.
     """
 
     count: int
@@ -353,6 +365,7 @@ class Census:
     dropped: dict[str, int]
     members: dict[str, int]
     truncated: bool = False
+    values: npt.NDArray[np.uint64] | None = None
 
 
 def take_census(
@@ -460,6 +473,7 @@ def _census_of(index: ShardIndex, chosen: Chosen) -> Census:
         dropped=chosen.dropped,
         members=dict(Counter(index.names).most_common(_MAX_NAMES)),
         truncated=bool(index.truncated),
+        values=chosen.values,
     )
 
 
@@ -486,6 +500,7 @@ def _read_stated_count(shard: ShardFile) -> int | None:
 _VERSION = 3
 _SHOWN = 3  # changes in a message
 
+_NO_VALUES = np.zeros(0, dtype=np.uint64)
 _STRINGS = ("urls", "versions", "digests", "contents")
 
 
@@ -505,6 +520,7 @@ class Manifest:
         dropped: unused samples by reason.
         truncated: numbers of truncated shards, each with the number of used samples in its intact part.
         index_version: of the indexes whose digests these are; digests of other versions cannot be compared.
+        values: (N,) uint64 hashes of the samples' values of ``Selection.balance``; empty without it.
     """
 
     urls: Strings
@@ -518,6 +534,7 @@ class Manifest:
     dropped: dict[str, int]
     truncated: tuple[tuple[int, int], ...] = ()
     index_version: int = INDEX_VERSION
+    values: npt.NDArray[np.uint64] = field(default_factory=_NO_VALUES.copy)
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -529,6 +546,7 @@ class Manifest:
     def left_out(self, selection: Selection) -> str:
         """Return how many samples are unused and why, in one line; empty if all are used."""
         unusable = {f"without {member}" for member in selection.need} | {"unreadable", OUTSIDE}
+        unusable.update(selection.unbalanced)
         by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
         parts = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []
@@ -552,7 +570,7 @@ class Manifest:
         """
         digest = hashlib.sha256(json.dumps([self.selection, len(self)]).encode())
         digest.update(os.fsencode("\0".join(map(_strip_folder, self.urls))))
-        for array in (self.sizes, self.counts, self.digests.ends, self.digests.content):
+        for array in (self.sizes, self.counts, self.digests.ends, self.digests.content, self.values):
             digest.update(array.tobytes())
         return digest.hexdigest()[:16]
 
@@ -568,6 +586,8 @@ class Manifest:
         names = ("sources", "selection", "dropped", "truncated", "index_version")
         about = {name: getattr(self, name) for name in names}
         arrays: dict[str, npt.NDArray[Any]] = {"sizes": self.sizes, "counts": self.counts}
+        if len(self.values):
+            arrays["values"] = self.values
         for name in _STRINGS:
             strings: Strings = getattr(self, name)
             arrays |= {f"{name}.content": strings.content, f"{name}.ends": strings.ends}
@@ -605,6 +625,7 @@ class Manifest:
                 dropped=about["dropped"],
                 truncated=tuple((index, samples) for index, samples in about.get("truncated", ())),
                 index_version=about.get("index_version", 0),
+                values=arrays.get("values", _NO_VALUES),
             )
         except (KeyError, TypeError):
             return None
@@ -647,6 +668,8 @@ class Manifest:
                 changes.append(f"{name} has other samples")
             elif all(content) and content[0] != content[1]:
                 changes.append(f"{name} has other captions or images of the same names and sizes")
+        if not changes and not np.array_equal(self.values, earlier.values):
+            changes.append("samples have other values of data.balance")
         return _first(changes)
 
     def copy_counts(self, earlier: "Manifest") -> "Manifest":
@@ -661,6 +684,7 @@ class Manifest:
             digests=earlier.digests,
             contents=Strings.of(contents),
             index_version=earlier.index_version,
+            values=earlier.values,
         )
 
     def not_compared(self, earlier: "Manifest") -> int:
@@ -741,6 +765,7 @@ def make_manifest(
     dropped: Counter[str] = Counter()
     for census in censuses:
         dropped.update(census.dropped)
+    values = [census.values for census in censuses if census.values is not None]
     manifest = Manifest(
         urls=Strings.of([shard.url for shard in shards]),
         versions=Strings.of([shard.version for shard in shards]),
@@ -752,6 +777,7 @@ def make_manifest(
         selection=selection.identity,
         dropped=dict(dropped.most_common()),
         truncated=tuple((i, census.count) for i, census in enumerate(censuses) if census.truncated),
+        values=np.concatenate(values or [_NO_VALUES]),
     )
     with suppress(OSError):
         manifest.save(path)
@@ -769,7 +795,9 @@ def nothing_usable(
         dropped.update(census.dropped)
     where = f"shard {first.shown} has" if len(censuses) == 1 else f"the first {len(censuses)} shards have"
     lacking = {f"without {member}" for member in selection.need}
-    if any(reason not in lacking for reason in dropped) and (selection.filters or OUTSIDE in dropped):
+    if any(reason not in lacking for reason in dropped) and (
+        selection.filters or selection.balance or OUTSIDE in dropped
+    ):
         because = ", ".join(f"{count} {reason}" for reason, count in dropped.most_common(4))
         which = "passes data.filters" if selection.filters else "is used"
         return f"{where} no sample that {which}: {because}"
