@@ -43,6 +43,7 @@ from clipkit.samples import (
     read_arrays,
     stored_index,
     unpack_arrays,
+    value_at,
     write_arrays,
 )
 from clipkit.samples.remote import ShardCache, ShardFile, index_folder, read_range, read_text
