@@ -14,6 +14,7 @@ import msgspec
 from clipkit import __version__
 from clipkit.export.checks import TEXTS
 from clipkit.export.targets import EXPORTS
+from clipkit.files.open_clip import ENCODER
 from clipkit.files.pages import templates
 from clipkit.files.terminal import redact_secrets
 from clipkit.model.clip import CLIP
@@ -143,10 +144,9 @@ def describe_caller_steps(model: CLIP) -> str:
     steps = []
     if done := str(model.preprocess.decoding):
         steps.append(f"Before this, {done}. Other libraries do not do this: do it before calling them.")
-    encoder = model.architecture.text.hub_source
-    if encoder and Path(encoder).exists():
+    if model.architecture.text.local_config is not None:
         steps.append(
-            f"open_clip reads the configuration of the text tower in {encoder}: keep this folder, or train with "
-            "model.text=transformers:NAME, a name on the hub."
+            "open_clip finds the configuration of the text tower by its path: after moving the export, set "
+            f"hf_model_name in open_clip_config.json to the path of {ENCODER}, or load it with clipkit."
         )
     return " ".join(steps)

@@ -2,8 +2,8 @@
 
     open_clip.create_model_and_transforms("local-dir:OUT"), open_clip.get_tokenizer("local-dir:OUT")
 
-Parameter names are open_clip's. Tokenizers of the transformers library are exported too; CLIP's tokenizer is part
-of open_clip.
+Parameter names are open_clip's. Tokenizers of the transformers library are exported too, and the configuration of
+an encoder in a local folder; CLIP's tokenizer is part of open_clip.
 """
 
 import json
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clipkit.errors import ConfigError
 from clipkit.export.checks import Samples, max_difference
-from clipkit.files.open_clip import load_folder
+from clipkit.files.open_clip import ENCODER, load_folder
 from clipkit.model.clip import CLIP
 from clipkit.model.names import to_open_clip
 from clipkit.model.tokenizer import LibraryTokenizer, TransformersTokenizer
@@ -46,6 +46,13 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
         if Path(name).exists():
             name = folder.name
         config["text_cfg"] = {**config["text_cfg"], "hf_tokenizer_name": name}
+    encoder = model.architecture.text.local_config
+    if encoder is not None:
+        (folder / ENCODER).mkdir()
+        (folder / ENCODER / "config.json").write_text(json.dumps(encoder, indent=2) + "\n", encoding="utf-8")
+        names = [*names, f"{ENCODER}/config.json"]
+        # transformers, which open_clip calls, knows no path relative to the configuration
+        config["text_cfg"] = {**config["text_cfg"], "hf_model_name": str((folder / ENCODER).absolute())}
     preprocess = model.preprocess.to_dict()
     preprocess["size"] = preprocess.pop("image_size")
     content = {"model_cfg": config, "preprocess_cfg": preprocess}

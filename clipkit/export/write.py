@@ -105,6 +105,10 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             inner = aside / out.name  # some files contain the folder's name
             inner.mkdir(parents=True)
             done = _write_targets(model, tensors, targets, inner)
+            former_path, path_to_name = (json.dumps(str(path))[1:-1] for path in (inner, out))
+            for file in inner.glob("*_config.json"):  # may name a folder in the export
+                content = file.read_text(encoding="utf-8").replace(former_path, path_to_name)
+                file.write_text(content, encoding="utf-8")
             records = dict(earlier.other_targets)
             for exported in done:
                 records[exported.target] = {

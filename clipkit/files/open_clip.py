@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any, cast
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+ENCODER = (
+    "text_encoder"  # folder in an export of clipkit with the configuration of an encoder of transformers
+)
+
 
 def _find_package() -> Path:
     package = importlib.util.find_spec("open_clip")  # without importing it

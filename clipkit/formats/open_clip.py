@@ -21,7 +21,7 @@ from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.hub import HUB, fetch_repository
-from clipkit.files.open_clip import config_files, published_tags, published_weights
+from clipkit.files.open_clip import ENCODER, config_files, published_tags, published_weights
 from clipkit.formats.checkpoint import read_json
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Architecture, TextTower, VisionTower
@@ -246,6 +246,10 @@ def read_folder_config(folder: Path) -> tuple[Architecture, dict[str, Any]]:
     preprocess = config.get("preprocess_cfg") or {}
     if not isinstance(preprocess, dict):
         raise CheckpointError(f"{file}: preprocess_cfg is not an object")
+    encoder = folder / ENCODER
+    text = model_config.get("text_cfg")
+    if isinstance(text, dict) and text.get("hf_model_name") and (encoder / "config.json").is_file():
+        model_config = {**model_config, "text_cfg": {**text, "hf_model_name": str(encoder)}}
     return from_open_clip(model_config), preprocess
 
 

@@ -327,6 +327,11 @@ class TextArchitecture(TowerArchitecture):
         """The folder or the name on the Hugging Face hub with weights for ``take_weights``; "" if there is none."""
         return ""
 
+    @property
+    def local_config(self) -> Mapping[str, Any] | None:
+        """Configuration of a library's encoder that is known only by a local folder, to be copied into exports."""
+        return None
+
     def take_weights(self, module: "nn.Module", tensors: Mapping[str, "Tensor"]) -> None:
         """Copy weights of the tower's library, in its names, into a built tower."""
         raise ConfigError(f"{self.description} has no weights of its own")

@@ -404,6 +404,11 @@ class TransformersText(TextArchitecture):
     def hub_source(self) -> str:
         return self.model
 
+    @property
+    def local_config(self) -> Mapping[str, Any] | None:
+        folder = Path(self.model)  # may be gone
+        return self.config if folder.is_absolute() or folder.exists() else None
+
     def take_weights(self, module: "nn.Module", tensors: Mapping[str, "Tensor"]) -> None:
         from transformers.utils import logging
 

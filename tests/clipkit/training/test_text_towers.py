@@ -1,6 +1,7 @@
 """Tests of the check before training that a library's tokenizer and text tower belong together."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import clipkit
 from clipkit.config import Config, LossConfig, ModelConfig, SmallConfig
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.export import export
+from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import TextTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.library_towers import TransformersText
+from clipkit.model.library_towers import TransformersText, describe_encoder
 from clipkit.model.names import from_open_clip
 from clipkit.model.tokenizer import ClipTokenizer
 from clipkit.training.build import check_texts, first_model, shape_of
@@ -287,10 +289,47 @@ def test_pretrained_encoders_are_exported_to_open_clip(pooling: str, projection:
     model = begin(tmp_path / "encoder", pooling=pooling, projection=projection)
     export(model, tmp_path / "export", to=["open_clip"])  # compares embeddings with open_clip's
     card = (tmp_path / "export" / "README.md").read_text()
-    assert "reads the configuration of the text tower in …/encoder: keep this folder" in " ".join(
-        card.split()
-    )
+    assert "after moving the export, set hf_model_name in open_clip_config.json" in " ".join(card.split())
     assert str(tmp_path) not in card
     again = clipkit.load(tmp_path / "export")
     assert pooling_of(again) == pooling
     assert torch.equal(clipkit.encode_text(TEXTS, again), clipkit.encode_text(TEXTS, model))
+
+
+@pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
+def test_exports_contain_the_encoder_of_a_local_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import open_clip
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.chdir(tmp_path)
+    write_weights(Path("encoder"), "Bert")  # a relative path
+    save_model(begin(Path("encoder"), pooling="cls"), tmp_path / "model")
+    model = clipkit.load(tmp_path / "model")
+    expected = clipkit.encode_text(TEXTS, model)
+    export(model, Path("modèle"), to=["open_clip"])
+    (tmp_path / "encoder").rename(tmp_path / "elsewhere")
+    config = json.loads((tmp_path / "modèle" / "open_clip_config.json").read_text())
+    assert config["model_cfg"]["text_cfg"]["hf_model_name"] == str(tmp_path / "modèle" / "text_encoder")
+    source = f"local-dir:{tmp_path / 'modèle'}"
+    theirs = open_clip.create_model(source).eval()
+    with torch.no_grad():
+        features = theirs.encode_text(open_clip.get_tokenizer(source)(TEXTS), normalize=True)
+    assert torch.allclose(features, expected, atol=1e-5)
+    (tmp_path / "modèle").rename(tmp_path / "moved")
+    monkeypatch.chdir("/")
+    again = clipkit.load(tmp_path / "moved")
+    assert torch.equal(clipkit.encode_text(TEXTS, again), expected)
+    export(again, tmp_path / "second", to=["open_clip"])
+    config["model_cfg"]["text_cfg"]["hf_model_name"] = str(tmp_path / "second" / "text_encoder")
+    stored = json.loads((tmp_path / "second" / "open_clip_config.json").read_text())
+    config["model_cfg"]["text_cfg"]["hf_tokenizer_name"] = "second"
+    assert stored == config
+
+
+def test_exports_name_an_encoder_of_the_hub(tmp_path: Path) -> None:
+    write_encoder(tmp_path)
+    text = replace(describe_encoder(str(tmp_path)), model="somebody/bert")
+    assert text.local_config is None and text.open_clip_config()["hf_model_name"] == "somebody/bert"
+    assert replace(text, model=str(tmp_path / "gone")).local_config == text.config
