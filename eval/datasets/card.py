@@ -72,6 +72,7 @@ class MetricKind:
         for column in self.columns:
             names += [f"worst_{column}_acc1", f"worst_{column}_acc5"]
         names += [f"acc1_{rank}" for rank in self.taxonomy]
+        names += [f"roc_auc_of_{EVERY}", f"average_precision_of_{EVERY}"]
         return tuple(name for name in names if any(self._fits(name, task) for task in tasks))
 
     def _fits(self, name: str, task_name: str) -> bool:

@@ -288,6 +288,13 @@ class Answers:
         assert self.dataset.labels is not None, "a labelled dataset"
         return self.dataset.labels
 
+    @property
+    def known_labels(self) -> Tensor:
+        """``labels``; if some are unknown, (N, C) float32 of 1, 0, and -1 for these."""
+        labels = self.dataset.known_labels
+        assert labels is not None, "a labelled dataset"
+        return labels
+
     @cached_property
     def ranks(self) -> Tensor:
         """(N,) int64 of ``class_ranks``."""
