@@ -414,11 +414,11 @@ def _parse_retrieval(name: str) -> Metric[Directions] | None:
         values = partial(graded.rank_biased_precision, persistence=float(persistence or 0.8))
     return Metric(
         kind="retrieval",
-        function=lambda directions: directions[direction].mean(values),
-        chance=lambda directions: directions[direction].mean_at_random(values),
+        function=lambda directions: intervals.estimate_mean(values(directions[direction].judged)),
+        chance=lambda directions: float(values(directions[direction].judged.at_random).mean()),
         title=name.replace(f"{direction}_", f"{direction.replace('_', ' ')} "),
         least=k if kind == "P" else 1,
-        item_values=lambda directions: directions[direction].items(values),
+        item_values=lambda directions: torch.from_numpy(values(directions[direction].judged)),
     )
 
 
