@@ -21,11 +21,11 @@ from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files import printable
 from eval.datasets.dataset import TEST, list_some
 from eval.metrics import (
-    METRICS,
     Comparison,
     compare_correct,
     compare_means,
     compare_statistics,
+    get_metric,
     is_fraction,
     lower_is_better,
 )
@@ -350,7 +350,7 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
     if name in first.right and name in second.right:
         correct = first.right[name].tensor()
         return compare_correct(correct, align(second.right[name].tensor(), correct))
-    metric = METRICS.get("mean_top1_top5" if name == "mean_of_top1_and_top5" else name)  # an older name
+    metric = get_metric("mean_top1_top5" if name == "mean_of_top1_and_top5" else name)  # an older name
     labels = None if first.labels is None else _split_items(first.labels.tensor(), first.n)
     if name in first.values and name in second.values:
         flat = first.values[name].tensor()

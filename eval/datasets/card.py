@@ -72,6 +72,7 @@ class MetricKind:
         for column in self.columns:
             names += [f"worst_{column}_acc1", f"worst_{column}_acc5"]
         names += [f"acc1_{rank}" for rank in self.taxonomy]
+        names += [f"roc_auc_of_{EVERY}", f"average_precision_of_{EVERY}"]
         return tuple(name for name in names if any(self._fits(name, task) for task in tasks))
 
     def _fits(self, name: str, task_name: str) -> bool:
@@ -608,7 +609,7 @@ def parse_card(text: str, *, name: str, file: str) -> Card:
     try:
         card = msgspec.convert({"title": name, **table, "(name)": name}, Card)
     except msgspec.ValidationError as error:
-        raise DataError(f"{file}: {error}") from error
+        raise DataError(f"{file}: {_find_misplaced(table) or error}") from error
     if card.keys and card.classes not in (None, len(card.keys)):
         raise DataError(f"{file}: classes = {card.classes}, but there are {len(card.keys)} keys")
     if not card.prompt_sets.get("simple") and (card.classes or card.keys):
@@ -622,6 +623,21 @@ def parse_card(text: str, *, name: str, file: str) -> Card:
     if mistake:
         raise DataError(f"{file}: {mistake}")
     return card
+
+
+def _find_misplaced(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> str:
+    """Describe a key of the card that is in a table, which only the next table ends; "" if there is none."""
+    card_keys = {field.encode_name for field in msgspec.structs.fields(Card)}
+    for key, value in table.items():
+        if isinstance(value, dict) and key not in ("aliases", "superclasses", "names"):  # names of classes
+            misplaced = _find_misplaced(value, (*path, key))
+            if misplaced:
+                return misplaced
+        elif path and key in card_keys and not isinstance(value, dict):
+            return (
+                f"{key!r} is no key of [{'.'.join(path)}]: move it up, before the first line with a [table]"
+            )
+    return ""
 
 
 def _find_mistake(card: Card) -> str:

@@ -237,6 +237,13 @@ class EvalDataset:
         return _number_values(self.taxonomy[rank])
 
     @property
+    def known_labels(self) -> Tensor | None:
+        """``labels``; if some are unknown, (N, C) float32 of 1, 0, and -1 for these."""
+        if self.labels is None or self.unknown is None:
+            return self.labels
+        return self.labels.float() - self.unknown.float()
+
+    @property
     def stamp(self) -> str:
         """A value that changes whenever the images may have changed."""
         return self.images.stamp()

@@ -17,7 +17,7 @@ from typing import Any, Generic, Literal, Never, TypeVar
 import torch
 from torch import Tensor
 
-from clipkit.errors import DataError
+from clipkit.errors import DataError, nearest
 from eval.metrics import captions, classes, graded, intervals, pairs
 from eval.metrics.captions import Descriptions, caption_tokens
 from eval.metrics.classes import calibration_bins, count_confusion, count_correct, merge_superclasses
@@ -90,7 +90,7 @@ __all__ = [
 Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
 Inputs = TypeVar("Inputs", contravariant=True)
 Directions = Mapping[str, Direction]  # by DIRECTIONS
-EVERY = "*"  # in a name on a card, in place of a rank
+EVERY = "*"  # in a name on a card, in place of a rank or label
 _MOST_AREAS = 128  # classes of which all pairs are compared
 
 
@@ -251,6 +251,16 @@ def _weighted_kappa(power: int, title: str) -> Metric[Answers]:
     )
 
 
+def _if_defined(
+    estimate: Callable[[Tensor, Tensor], Estimate], scores: Tensor, labels: Tensor
+) -> Estimate | None:
+    """Return an area or a precision; None if no class has the images that it needs."""
+    try:
+        return estimate(scores, labels)
+    except DataError:
+        return None
+
+
 def _areas(
     kind: Kind,
     statistic: Callable[[Tensor, Tensor], Statistic],
@@ -264,15 +274,9 @@ def _areas(
     def scores(answers: Answers) -> Tensor:
         return answers.scores(softmax=softmax)
 
-    def estimate_or_none(answers: Answers) -> Estimate | None:
-        try:
-            return estimate(scores(answers), answers.labels)
-        except DataError:  # no class has both kinds of images
-            return None
-
     return Metric(
         kind=kind,
-        function=estimate_or_none,
+        function=lambda answers: _if_defined(estimate, scores(answers), answers.known_labels),
         chance=lambda _: 0.5,
         title=title,
         least=2,
@@ -321,12 +325,44 @@ def _precision(function: Callable[[Tensor, Tensor], Estimate], *, softmax: bool 
         value = partial(classes.mean_of_precisions, interpolated=interpolated)
     return Metric(
         kind="multi-label",
-        function=lambda answers: function(answers.scores(softmax=softmax), answers.labels),
+        function=lambda answers: _if_defined(function, answers.scores(softmax=softmax), answers.known_labels),
         by_default=True,
         value=value,
         value_from="scores",
         item_values=lambda answers: answers.scores(softmax=softmax),
         item_statistic=partial(classes.mean_average_precision_statistic, interpolated=interpolated),
+    )
+
+
+_LABEL_METRICS = {
+    "roc_auc": (classes.roc_auc_macro, classes.roc_auc_macro_statistic, 0.5),
+    "average_precision": (classes.mean_average_precision, classes.mean_average_precision_statistic, None),
+}
+
+
+def _of_label(kind: str, label: str) -> Metric[Answers]:
+    """Return the area or the average precision of a single label."""
+    estimate, statistic, chance = _LABEL_METRICS[kind]
+
+    def columns(answers: Answers) -> Tensor:
+        """Return the score and the label of each image, (N, 2)."""
+        names = answers.dataset.class_names
+        if label not in names:
+            raise DataError(f"dataset {answers.dataset.name} has no label {label!r}: {nearest(label, names)}")
+        i = names.index(label)
+        return torch.stack([answers.scores(softmax=False)[:, i], answers.known_labels[:, i].float()], dim=1)
+
+    def estimate_known(answers: Answers) -> Estimate | None:
+        values = columns(answers)
+        return _if_defined(estimate, *values[values[:, 1] >= 0].split(1, dim=1))
+
+    return Metric(
+        kind="multi-label",
+        function=estimate_known,
+        chance=lambda _: chance,
+        title=f"{kind.replace('_', ' ').replace('roc auc', 'ROC AUC')} of {label}",
+        item_values=columns,
+        item_statistic=lambda values, _: statistic(*values.split(1, dim=1)),
     )
 
 
@@ -378,11 +414,11 @@ def _parse_retrieval(name: str) -> Metric[Directions] | None:
         values = partial(graded.rank_biased_precision, persistence=float(persistence or 0.8))
     return Metric(
         kind="retrieval",
-        function=lambda directions: directions[direction].mean(values),
-        chance=lambda directions: directions[direction].mean_at_random(values),
+        function=lambda directions: intervals.estimate_mean(values(directions[direction].judged)),
+        chance=lambda directions: float(values(directions[direction].judged.at_random).mean()),
         title=name.replace(f"{direction}_", f"{direction.replace('_', ' ')} "),
         least=k if kind == "P" else 1,
-        item_values=lambda directions: directions[direction].items(values),
+        item_values=lambda directions: torch.from_numpy(values(directions[direction].judged)),
     )
 
 
@@ -494,7 +530,7 @@ METRICS: Mapping[str, Metric[Never]] = {
     "matthews_correlation": _agreement(classes.matthews_statistic, "Matthews's correlation"),
     "roc_auc": Metric[Answers](
         kind="one-label",
-        function=lambda answers: classes.roc_auc(_difference(answers), answers.labels),
+        function=lambda answers: _if_defined(classes.roc_auc, _difference(answers), answers.labels),
         chance=lambda _: 0.5,
         least=2,
         most=2,
@@ -552,7 +588,7 @@ METRICS: Mapping[str, Metric[Never]] = {
     ),
     "any_label_acc1": Metric[Answers](
         kind="multi-label",
-        function=lambda answers: classes.any_label_accuracy(answers.top.classes[:, 0], answers.labels),
+        function=lambda answers: classes.any_label_accuracy(answers.top.classes[:, 0], answers.known_labels),
         chance=lambda answers: float(
             answers.labels.sum(dim=1)[answers.labels.any(dim=1)].double().mean() / answers.classes
         ),
@@ -609,7 +645,7 @@ def get_metric(name: str) -> Metric[Never] | None:
     """Return the entry of a metric, or None.
 
     Besides ``METRICS`` these are ``worst_COLUMN_acc1`` and ``worst_COLUMN_acc5`` for a column of the metadata,
-    ``acc1_RANK`` for a rank of the classes' taxonomy,
+    ``acc1_RANK`` for a rank of the classes' taxonomy, ``roc_auc_of_LABEL`` and ``average_precision_of_LABEL``,
     ``image_to_text_R@K`` and ``text_to_image_R@K`` for any K, likewise ``P@K``, ``MRR``, ``MAP``, ``nDCG`` and
     ``ERR`` with or without ``@K``, ``RBP_0.9`` for a persistence of 0.9, and ``jaccard_N`` for cues with N
     candidates.
@@ -626,6 +662,9 @@ def get_metric(name: str) -> Metric[Never] | None:
             least=1 if k == 1 else k + 1,
             column=column,
         )
+    match = re.fullmatch(rf"({'|'.join(_LABEL_METRICS)})_of_(.+)", name, re.DOTALL)
+    if match:
+        return _of_label(match[1], match[2])
     match = re.fullmatch(r"acc1_(.+)", name, re.DOTALL)
     if match:
         return _rank_accuracy(match[1])
@@ -645,8 +684,8 @@ def metric_title(metric: str) -> str:
     """Format the name of a metric, such as "top-1" for "acc1"."""
     if metric.endswith(_STD):
         return f"{metric_title(metric.removesuffix(_STD))} std"
-    title = METRICS[metric].title if metric in METRICS else ""
-    return title or metric.replace("_", " ")
+    entry = get_metric(metric)
+    return (entry.title if entry is not None else "") or metric.replace("_", " ")
 
 
 def is_informative(metric: str, n: int | None) -> bool:

@@ -7,7 +7,7 @@ Dimensions: N images, C classes, G groups, B bins, P pairs of classes, K positiv
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 
@@ -427,13 +427,16 @@ def any_label_accuracy(predicted: Tensor, labels: Tensor) -> Estimate | None:
     """Compute the fraction of images for which the most probable class is one of the labels.
 
     This is the ReaL accuracy (Beyer et al. 2020, https://arxiv.org/abs/2006.07159): images without a label do not
-    count. Returns None if no image has a label.
+    count. Returns None if no image has a label, or if some labels are unknown.
 
     Args:
         predicted: (N,) int64; -1 for no prediction.
-        labels: (N, C) bool.
+        labels: (N, C) as for ``mean_average_precision``.
     """
-    right = _is_any_label(predicted, labels)[labels.any(dim=1)]
+    if bool((labels < 0).any()):
+        return None
+    has_label = labels.bool()
+    right = _is_any_label(predicted, has_label)[has_label.any(dim=1)]
     return estimate_proportion(int(right.sum()), len(right)) if len(right) else None
 
 
@@ -518,7 +521,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Estimate:
 
     Args:
         scores: (N, C) of ``class_scores``; its ``softmax_scale`` changes the ranking.
-        labels: (N, C) bool or 0 and 1.
+        labels: (N, C) bool, or 1, 0, and -1 where it is unknown: these images do not count for the class.
 
     Raises:
         DataError: no class has a positive image.
@@ -538,7 +541,7 @@ def map_11_point(scores: Tensor, labels: Tensor) -> Estimate:
 
 def _estimate_mean_precision(scores: Tensor, labels: Tensor, *, interpolated: bool) -> Estimate:
     statistic = mean_average_precision_statistic(scores, labels, interpolated=interpolated)
-    positives = labels.bool().sum(dim=0).cpu().numpy()
+    positives = (labels > 0).sum(dim=0).cpu().numpy()
     trials = effective_trials(positives[positives > 0])
     return estimate_statistic(statistic, len(scores), trials=trials, cost=scores.shape[1])
 
@@ -574,8 +577,39 @@ def mean_average_precision_statistic(
 
 
 def _class_statistics(scores: Tensor, labels: Tensor, *, interpolated: bool) -> list[Statistic]:
-    columns = zip(scores.cpu().numpy().T, labels.bool().cpu().numpy().T, strict=True)
-    return [_average_precision(score, label, interpolated=interpolated) for score, label in columns]
+    statistics = []
+    for column in _class_columns(scores, labels):
+        score = column.scores.cpu().numpy()
+        precision = _average_precision(score, column.labels.cpu().numpy(), interpolated=interpolated)
+        statistics.append(_select_rows(precision, column.rows))
+    return statistics
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ClassColumn:
+    """The images whose label of one class is known: their numbers, scores, and whether they have the label."""
+
+    rows: Ints | slice
+    scores: Tensor
+    labels: Tensor
+
+    def has_both(self) -> bool:
+        return bool(self.labels.any()) and not bool(self.labels.all())
+
+    def area(self) -> Statistic:
+        """Return ``roc_auc`` of the class as a statistic of all images."""
+        return _select_rows(roc_auc_statistic(self.scores, self.labels), self.rows)
+
+
+def _class_columns(scores: Tensor, labels: Tensor) -> Iterator[_ClassColumn]:
+    if labels.dim() == 1:
+        labels = torch.nn.functional.one_hot(labels, scores.shape[1])
+    for score, label in zip(scores.T, labels.T, strict=True):
+        known = label >= 0
+        rows: Ints | slice = slice(None)
+        if not known.all():
+            rows = known.nonzero()[:, 0].cpu().numpy()
+        yield _ClassColumn(rows=rows, scores=score[known], labels=label[known] > 0)
 
 
 def _average_precision(score: Floats, label: Bools, *, interpolated: bool) -> Statistic:
@@ -669,16 +703,17 @@ def roc_auc_macro(scores: Tensor, labels: Tensor) -> Estimate:
 
     Args:
         scores: (N, C) of ``class_scores``.
-        labels: (N, C) bool, or (N,) int64.
+        labels: (N, C) as for ``mean_average_precision``, or (N,) int64.
 
     Raises:
         DataError: no class counts.
     """
     statistics = []
     trials = []
-    for score, label in _counted_classes(scores, labels):
-        statistics.append(roc_auc_statistic(score, label))
-        trials.append(_area_trials(evaluate_statistic(statistics[-1], len(scores)), label))
+    for column in _counted_classes(scores, labels):
+        statistics.append(column.area())
+        area = evaluate_statistic(statistics[-1], len(scores))
+        trials.append(_area_trials(area, column.labels))
     statistic = _mean_statistic(statistics)
     cost = scores.shape[1]
     return estimate_statistic(statistic, len(scores), trials=effective_trials(np.array(trials)), cost=cost)
@@ -686,19 +721,15 @@ def roc_auc_macro(scores: Tensor, labels: Tensor) -> Estimate:
 
 def roc_auc_macro_statistic(scores: Tensor, labels: Tensor) -> Statistic:
     """Return ``roc_auc_macro`` as a statistic of the drawn images; DataError if no class counts."""
-    return _mean_statistic([roc_auc_statistic(*column) for column in _counted_classes(scores, labels)])
+    return _mean_statistic([column.area() for column in _counted_classes(scores, labels)])
 
 
-def _counted_classes(scores: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return (N,) scores and (N,) bool of each class that some images have and some do not."""
-    is_class = labels.bool()
-    if labels.dim() == 1:
-        is_class = torch.nn.functional.one_hot(labels, scores.shape[1]).bool()
-    counts = is_class.sum(dim=0)
-    counted = ((counts > 0) & (counts < len(labels))).nonzero()[:, 0].tolist()
+def _counted_classes(scores: Tensor, labels: Tensor) -> list[_ClassColumn]:
+    """Return the classes that some images have and some do not."""
+    counted = [column for column in _class_columns(scores, labels) if column.has_both()]
     if not counted:
         raise DataError("ROC AUC needs a class that some images have and some do not")
-    return [(scores[:, i], is_class[:, i]) for i in counted]
+    return counted
 
 
 def roc_auc_one_vs_one(scores: Tensor, labels: Tensor) -> Estimate:
@@ -733,7 +764,7 @@ def roc_auc_one_vs_one_statistic(scores: Tensor, labels: Tensor) -> Statistic:
     return _mean_statistic(statistics)
 
 
-def _select_rows(statistic: Statistic, rows: Ints) -> Statistic:
+def _select_rows(statistic: Statistic, rows: Ints | slice) -> Statistic:
     """Return a statistic of some of the images as one of all images."""
     return lambda drawn: statistic(drawn[:, rows])
 

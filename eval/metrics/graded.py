@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from eval.metrics.intervals import Bools, Floats, Ints
@@ -71,13 +70,7 @@ class Judged:
         return replace(shuffled, rank=shuffled.rank[order], grade=shuffled.grade[order])
 
 
-def judge_ranking(
-    queries: Tensor,
-    candidates: Tensor,
-    pairs: Tensor,
-    grades: Tensor,
-    candidate_counts: Tensor | None = None,
-) -> Judged:
+def judge_ranking(queries: Tensor, candidates: Tensor, pairs: Tensor, grades: Tensor) -> Judged:
     """Rank the candidates of each query by similarity.
 
     Args:
@@ -85,16 +78,7 @@ def judge_ranking(
         candidates: (M, D).
         pairs: (P, 2) int64 of (query, relevant candidate), unique, sorted by query, at least one for every query.
         grades: (P,) above 0.
-        candidate_counts: (M,) int64, the number of copies of each candidate, all of which are ranked; 1 by default.
     """
-    if candidate_counts is not None and bool((candidate_counts > 1).any()):
-        copies = candidate_counts[pairs[:, 1]]  # (P,)
-        first = (candidate_counts.cumsum(0) - candidate_counts)[pairs[:, 1]]
-        offset = torch.arange(int(copies.sum())) - (copies.cumsum(0) - copies).repeat_interleave(copies)
-        column = first.repeat_interleave(copies) + offset
-        pairs = torch.stack([pairs[:, 0].repeat_interleave(copies), column], dim=1)
-        grades = grades.repeat_interleave(copies)
-        candidates = candidates.repeat_interleave(candidate_counts.to(candidates.device), dim=0)
     ahead = count_ahead(queries, candidates, pairs).numpy()
     query = pairs[:, 0].numpy()
     grade = grades.double().numpy()

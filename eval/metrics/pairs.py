@@ -6,7 +6,7 @@ Dimensions: Q queries, N images, K wrong captions, I items (pairs of images or c
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -22,9 +22,7 @@ from eval.metrics.intervals import (
     Statistic,
     bootstrap_interval,
     coin_probabilities,
-    estimate_mean,
     estimate_proportion,
-    estimate_statistic,
     mean_statistic,
 )
 
@@ -133,7 +131,7 @@ class Direction:
         right: (Q,) int64, the number of right candidates.
         candidates: number of candidates.
         image: (Q,) int64, the image of each query, or its first one.
-        judge: ranks the right candidates of each query.
+        judge: ranks all right candidates of each query, in which copies do not count.
         independent: whether no two queries are captions of one image.
     """
 
@@ -157,29 +155,6 @@ class Direction:
         """Return R@k of candidates in random order."""
         each = chance_of_recall(self.right, self.candidates, k) * self.weight
         return float(each.sum() / self.weight.sum())
-
-    def items(self, values: Callable[[Judged], Floats]) -> Tensor:
-        """Return a value of each query and each of its copies, float64."""
-        return torch.from_numpy(values(self.judged)).repeat_interleave(self.weight)
-
-    def mean(self, values: Callable[[Judged], Floats]) -> Estimate:
-        """Estimate the mean of a value in 0 … 1 over queries; captions of one image are resampled together."""
-        items = self.items(values)
-        if self.independent:
-            return estimate_mean(items)
-        image = self.image.repeat_interleave(self.weight)
-        _, cluster = np.unique(image.numpy(), return_inverse=True)
-        sums = np.bincount(cluster, items.numpy())
-        counts = np.bincount(cluster)
-        estimate = estimate_statistic(
-            lambda drawn: drawn @ sums / (drawn @ counts), len(sums), trials=len(sums)
-        )
-        return replace(estimate, n=len(items))
-
-    def mean_at_random(self, values: Callable[[Judged], Floats]) -> float:
-        """Return the mean of a value over queries of candidates in random order, over many such orders."""
-        by_ranking = values(self.judged.at_random).reshape(-1, len(self.weight))  # (R, Q)
-        return float(np.average(by_ranking.mean(axis=0), weights=self.weight.numpy()))
 
 
 def mean_recall_items(image_to_text: Direction, text_to_image: Direction, ks: Sequence[int]) -> Tensor:

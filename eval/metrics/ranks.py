@@ -193,18 +193,11 @@ def match_ranks(
     """
     device = device or queries.device
     ranks = torch.empty(len(queries), dtype=torch.int64)
-    rows = max(1, _BLOCK // max(1, len(candidates)))
-    query_of_pair = pairs[:, 0].contiguous()
-    transposed = candidates.to(device, torch.float32).T
     counts = None if candidate_counts is None else candidate_counts.to(device)
     with full_float32(device):
-        for start in range(0, len(queries), rows):
-            stop = min(start + rows, len(queries))
-            similarity = queries[start:stop].to(device, torch.float32) @ transposed  # (rows, M)
-            first, last = torch.searchsorted(query_of_pair, torch.tensor([start, stop])).tolist()
-            row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).unbind(1)
+        for block, _, row, column, similarity in _pair_blocks(queries, candidates, pairs, device):
             right = similarity[row, column]  # of this block's pairs
-            best = right.new_full((stop - start,), -torch.inf).scatter_reduce(0, row, right, "amax")
+            best = right.new_full((len(similarity),), -torch.inf).scatter_reduce(0, row, right, "amax")
             # includes the right candidates that reach the best; they are subtracted below
             ahead = ~(similarity < best[:, None])
             off = (~(right < best[row])).long()
@@ -214,8 +207,7 @@ def match_ranks(
                 before = torch.where(ahead, counts, 0).sum(dim=1)
                 off = off * counts[column]
             before = before.index_add(0, row, off, alpha=-1)
-            ranks[start:stop] = before.cpu()
-            release_rows(queries[start:stop])
+            ranks[block] = before.cpu()
     return ranks
 
 
@@ -235,28 +227,39 @@ def count_ahead(queries: Tensor, candidates: Tensor, pairs: Tensor) -> Tensor:
     """
     device = queries.device
     ahead = torch.empty(len(pairs), dtype=torch.int64)
-    rows = max(1, _BLOCK // len(candidates))
-    query_of_pair = pairs[:, 0].contiguous()
-    transposed = candidates.to(device, torch.float32).T
     with full_float32(device):
-        for start in range(0, len(queries), rows):
-            stop = min(start + rows, len(queries))
-            similarity = queries[start:stop].to(device, torch.float32) @ transposed  # (rows, M)
-            first, last = torch.searchsorted(query_of_pair, torch.tensor([start, stop])).tolist()
-            row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).unbind(1)
+        for _, block, row, column, similarity in _pair_blocks(queries, candidates, pairs, device):
             right = similarity[row, column]
             right = torch.where(right.isnan(), -torch.inf, right)
             similarity[row, column] = right
             similarity = torch.where(similarity.isnan(), torch.inf, similarity).sort(dim=1).values
             # the right candidates of a query in one row
-            row = row.contiguous()
-            slot = torch.arange(last - first, device=device) - torch.searchsorted(row, row)
-            by_row = right.new_zeros(stop - start, int(slot.max()) + 1)
+            slot = torch.arange(len(row), device=device) - torch.searchsorted(row, row)
+            by_row = right.new_zeros(len(similarity), int(slot.max()) + 1)
             by_row[row, slot] = right
-            behind = torch.searchsorted(similarity, by_row)[row, slot]
-            ahead[first:last] = len(candidates) - behind.cpu()
-            release_rows(queries[start:stop])
+            ahead[block] = len(candidates) - torch.searchsorted(similarity, by_row)[row, slot].cpu()
     return ahead
+
+
+def _pair_blocks(
+    queries: Tensor, candidates: Tensor, pairs: Tensor, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor, Tensor, Tensor]]:
+    """Yield blocks of queries; use within ``full_float32``.
+
+    Yields:
+        Which queries and which pairs they are, the row and column of each of these pairs, and the (rows, M) float32
+        similarities.
+    """
+    rows = max(1, _BLOCK // max(1, len(candidates)))
+    query_of_pair = pairs[:, 0].contiguous()
+    transposed = candidates.to(device, torch.float32).T
+    for start in range(0, len(queries), rows):
+        stop = min(start + rows, len(queries))
+        similarity = queries[start:stop].to(device, torch.float32) @ transposed
+        first, last = torch.searchsorted(query_of_pair, torch.tensor([start, stop])).tolist()
+        row, column = (pairs[first:last] - torch.tensor([start, 0])).to(device).T.contiguous()
+        yield slice(start, stop), slice(first, last), row, column, similarity
+        release_rows(queries[start:stop])
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,6 +290,13 @@ class Answers:
         """(N,) int64, or (N, C) bool."""
         assert self.dataset.labels is not None, "a labelled dataset"
         return self.dataset.labels
+
+    @property
+    def known_labels(self) -> Tensor:
+        """``labels``; if some are unknown, (N, C) float32 of 1, 0, and -1 for these."""
+        labels = self.dataset.known_labels
+        assert labels is not None, "a labelled dataset"
+        return labels
 
     @cached_property
     def ranks(self) -> Tensor:

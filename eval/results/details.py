@@ -101,9 +101,10 @@ def zero_shot_details(
     else:
         # a class of -1 means none
         is_right = labels.bool().gather(1, top.classes.clamp(min=0)) & (top.classes >= 0)
-        details = replace(
-            item_details(dataset, task=task, n=len(labels)), labels=pack_values(labels.flatten())
-        )
+        known_labels = dataset.known_labels
+        assert known_labels is not None
+        details = item_details(dataset, task=task, n=len(labels))
+        details = replace(details, labels=pack_values(known_labels.flatten()))
     chosen = _choose_examples(is_right[:, 0], seed)
     weights = class_weights.cpu()
     examples = []

@@ -32,8 +32,8 @@ def fitting_metrics(dataset: EvalDataset, metrics: Sequence[str]) -> tuple[str, 
     chosen = []
     names = []
     for name in metrics:
-        ranks = dataset.taxonomy if name.endswith(EVERY) else ()
-        names += [name.replace(EVERY, rank) for rank in ranks] or [name]
+        parts = dataset.class_names if multi_label else dataset.taxonomy
+        names += [name.replace(EVERY, part) for part in parts if name.endswith(EVERY)] or [name]
     for name in names:
         metric = get_metric(name)
         if metric is None or metric.kind not in ("one-label", "multi-label"):

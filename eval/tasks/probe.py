@@ -86,6 +86,11 @@ def _check_classes(dataset: EvalDataset, other: EvalDataset) -> Tensor:
         raise DataError(
             f"dataset {dataset.name}: its {other.split} split has other classes than {dataset.split}"
         )
+    if other.unknown is not None:
+        raise DataError(
+            f"dataset {dataset.name}: its {other.split} split has uncertain or blank labels, which cannot be "
+            "learned from"
+        )
     return labels
 
 

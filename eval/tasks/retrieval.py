@@ -4,7 +4,8 @@ Equal captions are interchangeable: a caption is right for every image that has 
 as a candidate. Without equal captions this is the usual recall.
 
 If the dataset grades its pairs of an image and a caption, those with a grade above 0 are right. Each distinct
-caption is then one query and one candidate, however many images it belongs to.
+caption is then one query and one candidate, however many images it belongs to; so it is in metrics of several right
+candidates, such as MAP, for all datasets.
 
 Captions are encoded as they are unless the dataset has a prompt for them; the CLIP paper (Radford et al. 2021,
 table 13) puts "a photo of" before each.
@@ -77,7 +78,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
             right=torch.zeros_like(once).index_add(0, image_rows, text_counts[pairs[:, 1]]),
             candidates=total,
             image=torch.arange(len(query_images)),
-            judge=lambda: judge_ranking(image_features, texts, image_pairs, pair_grades, text_counts),
+            judge=lambda: judge_ranking(image_features, texts, image_pairs, pair_grades),
         ),
         "text_to_image": Direction(
             match_ranks(text_features, images, text_pairs),

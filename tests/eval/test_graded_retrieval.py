@@ -218,3 +218,15 @@ def test_several_tables_need_names(tmp_path: Path) -> None:
     (folder / "card.toml").write_text(CARD + 'files = { test = "pairs.csv", train = "more.csv" }\n')
     target = open_products(folder)
     assert target.open_split("train").grades == target.dataset.grades
+
+
+def test_metrics_of_more_candidates_than_there_are_get_a_line(
+    model: CLIP, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = open_products(write_products(tmp_path / "shop")).dataset
+    metrics = ("text_to_image_R@6", "text_to_image_P@7", "image_to_text_R@3", "text_to_image_nDCG@9")
+    scores = evaluate(Subject(Encoder(model), dataset, metrics=metrics), tasks=["retrieval"])
+    assert {score.metric for score in scores} & {*metrics} == {*metrics[2:]}
+    for name in metrics[:2]:
+        assert f"dataset shop: {name} is left out, because there are only 6 candidates" in caplog.messages
+    assert not any("R@10" in message for message in caplog.messages)

@@ -186,7 +186,11 @@ class Table:
 
     def find_folder(self, text: str) -> Path | None:
         """Return the folder that the path ``text`` of a row is relative to; None if there is no such file."""
-        for folder in chain([self.path.parent], self._folders):
+        folders = [self.path.parent]
+        parent = self.path.absolute().parent
+        if text.startswith(f"{parent.name}/"):  # paths with the table's own folder, as CheXpert's
+            folders.append(parent.parent)
+        for folder in chain(folders, self._folders):
             with suppress(DataError, OSError, ValueError):  # a web address, or not a path
                 if listed_path(folder, text).is_file():
                     return folder

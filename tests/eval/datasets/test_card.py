@@ -580,3 +580,21 @@ def test_negative_prompts_need_several_labels(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match="negative_templates"):
         read_card(tmp_path / "card.toml")
+
+
+@pytest.mark.parametrize(
+    ("end", "message"),
+    [
+        ('[splits]\ntest = 3\nfurther = ["acc5"]', r"'further' is no key of \[splits\]: move it up"),
+        ('[prompts.own]\ntemplates = ["{c}"]\nordered = true', r"'ordered' is no key of \[prompts.own\]"),
+        ('[table]\nimage = "x"\nkeys = ["a"]', r"'keys' is no key of \[table\]"),
+        ('[caption_prompts]\nopenai = "{c}"\nlicense = "MIT"', r"'license' is no key of \[caption_prompts\]"),
+        ('[splits]\ndev = 3', r"matching regex '\^\(train\|val\|test\)\$'"),
+        ('[aliases]\nnote = ["a"]\n[splits]\ntest = "3"', r"Expected `int`, got `str` - at `\$.splits"),
+    ],
+)  # fmt: skip
+def test_keys_in_the_wrong_table_are_named(end: str, message: str) -> None:
+    text = f'tasks = ["zero-shot"]\nmetric = "acc1"\nclasses = 9\n{end}\n'
+    with pytest.raises(DataError, match=message) as error:
+        parse_card(text, name="mine", file="card.toml")
+    assert "\n" not in str(error.value)

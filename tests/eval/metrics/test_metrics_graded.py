@@ -47,10 +47,10 @@ def some_relevance(seed: int, queries: int, candidates: int, ties: bool) -> tupl
     return similarity, grades
 
 
-def judge(similarity: Tensor, grades: Tensor, counts: Tensor | None = None) -> Judged:
+def judge(similarity: Tensor, grades: Tensor) -> Judged:
     """Judge candidates whose features are the unit vectors."""
     pairs = grades.nonzero()
-    return judge_ranking(similarity, torch.eye(similarity.shape[1]), pairs, grades[tuple(pairs.T)], counts)
+    return judge_ranking(similarity, torch.eye(similarity.shape[1]), pairs, grades[tuple(pairs.T)])
 
 
 def plain_grades(similarity: Tensor, grades: Tensor) -> list[list[int]]:
@@ -133,17 +133,6 @@ def test_ties_and_nan_never_help(nan: bool) -> None:
         similarity = torch.tensor([[1.0, 0.5, math.nan, math.nan]])
         judged = judge_ranking(torch.ones(1, 1), similarity.T, grades.nonzero(), torch.tensor([2.0, 1.0]))
         assert judged.rank.tolist() == [1, 3] and judged.grade.tolist() == [2, 1]
-
-
-@given(seed=SEEDS, ties=st.booleans())
-@settings(max_examples=20, deadline=None)
-def test_copies_of_candidates_are_ranked_too(seed: int, ties: bool) -> None:
-    similarity, grades = some_relevance(seed, 3, 6, ties)
-    counts = torch.tensor([1, 3, 1, 2, 1, 1])
-    several = judge(similarity, grades, counts)
-    expanded = judge(similarity.repeat_interleave(counts, 1), grades.repeat_interleave(counts, 1))
-    for field in ("query", "rank", "grade"):
-        assert getattr(several, field).tolist() == getattr(expanded, field).tolist()
 
 
 @pytest.mark.parametrize(
