@@ -19,7 +19,7 @@ from data.captions import CaptionRule, PairFields
 from data.loader import Loader
 from data.order import Order
 from data.selection import Selection
-from data.shards.manifest import make_manifest
+from data.shards.manifest import make_manifest, reject_unknown_pair_fields
 from data.shards.samples import Shards, find_shards
 from data.shards.writer import DatasetWriter, Record
 from tests.small_trainings import Trainings, error_of, metrics, pairs, trainings
@@ -294,3 +294,34 @@ def test_training_with_fields(trainings: Trainings, tmp_path: Path) -> None:
     for name in ("image", "both"):
         assert runs[name].result().returncode == 0, runs[name].result().stderr
         assert metrics(tmp_path / name)[-1]["image_to_text_R@1"] > 0.3, metrics(tmp_path / name)[-1]
+
+
+def test_table_with_several_queries_of_a_product(tmp_path: Path) -> None:
+    """Rows of an image become one sample: its scores are a list, from which each caption takes its own."""
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.jpg").write_bytes(IMAGE)
+    rows = ["a.jpg,red,A,5", "b.jpg,red,B,1", "a.jpg,blue,A,2", "c.jpg,tall,C,7", "c.jpg,wide,C,7"]
+    table = tmp_path / "pairs.csv"
+    table.write_text("\n".join(["filepath,caption,title,score", *rows]) + "\n")
+    rule = CaptionRule(fields=("captions",), choice="all")
+    batch = open_loader(table, PairFields(weight="score", image=("title",)), captions=rule).batch(0)
+    assert not batch.bad and batch.weights is not None and batch.fields is not None
+    expected = {
+        ("red", "A"): 5.0,
+        ("red", "B"): 1.0,
+        ("blue", "A"): 2.0,
+        ("tall", "C"): 7.0,
+        ("wide", "C"): 7.0,
+    }
+    tokenize = ClipTokenizer()
+    texts = [pair[i] for i in range(2) for pair in expected]
+    by_tokens = {tuple(row[row > 0].tolist()): text for row, text in zip(tokenize(texts), texts, strict=True)}
+    found = {}
+    for i, weight in enumerate(batch.weights.tolist()):
+        pair = [by_tokens[tuple(row[row > 0].tolist())] for row in (batch.tokens[i], batch.fields[i])]
+        found[tuple(pair)] = weight
+    assert found == expected
+    first = Selection(fields=PairFields(weight="score"))
+    message = r"data.weight = 'score': score has 2 values: set data.captions=captions data.caption_choice=all"
+    with pytest.raises(DataError, match=message):
+        reject_unknown_pair_fields(find_shards(str(table)), first, None)
