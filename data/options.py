@@ -95,6 +95,7 @@ image, an empty caption) are counted and listed in OUT/bad_rows.jsonl.
   python -m data pack photos.csv photos
   python -m data pack photos.csv photos --test 0.1
   python -m data pack table.parquet out --image-column file --caption-column alt
+  python -m data pack cxr.h5 out --image-column cxr --captions impressions.csv
 
 With --test, train on one split and evaluate on the other:
   python train.py data.train=photos eval.data=photos
@@ -192,6 +193,12 @@ class PackOptions(StoredOptions):
     keep_orientation: bool = setting(
         False, "do not rotate images upright", default_text="apply the EXIF orientation"
     )
+    captions: Path | None = setting(
+        None,
+        "table with a row for each image of an HDF5 file, in the same order",
+        metavar="TABLE",
+        default_text="captions are in the file",
+    )
     background: str | None = setting(
         None,
         "blend transparent images onto this color, such as white",
@@ -213,7 +220,7 @@ class PackCommand(PackOptions):
 
     table: Path = setting(
         REQUIRED,
-        "a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of images with captions or by class",
+        "a .csv, .tsv, .jsonl, .json, .parquet or .h5 file, or a folder of images with captions or by class",
         positional=True,
     )
     out: Path = setting(REQUIRED, "the folder to create", positional=True)

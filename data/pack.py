@@ -52,6 +52,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files import CountProgress, counted, format_bytes
 from clipkit.samples import (
     CLASS_NAMES,
+    HDF5_SUFFIXES,
     SPLIT_NAMES,
     FolderSamples,
     Table,
@@ -337,8 +338,14 @@ def _find_parts(paths: Sequence[Path], options: PackOptions, split: str | None) 
 
 
 def _open_tables(paths: Sequence[Path], options: PackOptions) -> list[Table]:
+    if options.captions is not None and not paths[0].name.lower().endswith(HDF5_SUFFIXES):
+        raise ConfigError(f"--captions {options.captions}: expected an HDF5 file (.h5), not {paths[0]}")
     open_table = partial(
-        Table, image_column=options.image_column, caption_column=options.caption_column, encoded=True
+        Table,
+        image_column=options.image_column,
+        caption_column=options.caption_column,
+        encoded=True,
+        captions=options.captions,
     )
     others = options.fields
     if others is not None:

@@ -83,6 +83,7 @@ from clipkit.samples.sources import (
 )
 from clipkit.samples.table import (
     CAPTION_COLUMNS,
+    HDF5_SUFFIXES,
     IMAGE_COLUMNS,
     NAMED_SUFFIXES,
     SUFFIXES,
@@ -116,7 +117,7 @@ from clipkit.samples.traits import (
 )
 
 __all__ = [
-    "CACHE_GB", "CAPTION_COLUMNS", "CLASS_NAMES", "IMAGE_COLUMNS", "IMAGE_EXTENSIONS",
+    "CACHE_GB", "CAPTION_COLUMNS", "CLASS_NAMES", "HDF5_SUFFIXES", "IMAGE_COLUMNS", "IMAGE_EXTENSIONS",
     "IMAGE_MEMBERS", "INDEX_VERSION", "MOST_ROWS", "NAMED_SUFFIXES", "NO_TRAITS", "ORIENTATION_TAG",
     "PILLOW_ERRORS", "SPLIT_NAMES", "SPLIT_WORDS", "STRETCH", "SUFFIXES", "Bands", "Color", "Decoding",
     "FolderSamples", "MissingSplit", "OpenOptions", "OpenShards", "ParquetSamples",

@@ -47,7 +47,7 @@ from clipkit.samples.remote import (
     read_text,
 )
 from clipkit.samples.shards import ShardSamples
-from clipkit.samples.table import IMAGE_COLUMNS, SUFFIXES, Table, is_table
+from clipkit.samples.table import HDF5_SUFFIXES, IMAGE_COLUMNS, SUFFIXES, Table, is_table
 from clipkit.samples.table.parquet import ParquetSamples
 from clipkit.samples.tables import TableSamples
 
@@ -311,6 +311,12 @@ def _group_by_format(files: Sequence[ShardFile]) -> list[Source]:
     compressed = [file for file in sources[0].files if file.name.lower().endswith(_COMPRESSED)]
     if compressed and sources[0].format == "images":
         raise DataError(f"{compressed[0].shown} is compressed: unpack it first")
+    hdf5 = [file for file in sources[0].files if file.name.lower().endswith(HDF5_SUFFIXES)]
+    if hdf5 and sources[0].format == "images":
+        raise DataError(
+            f"{hdf5[0].shown} is an HDF5 file: write its images and captions into shards with "
+            f"`python -m data pack {hdf5[0].shown} OUT`"
+        )
     return sources
 
 

@@ -1,4 +1,4 @@
-"""Read tables of images, captions or both row by row: CSV, TSV, JSONL, JSON or Parquet.
+"""Read tables of images, captions or both row by row: CSV, TSV, JSONL, JSON, Parquet or HDF5.
 
 Text is UTF-8, with or without a byte order mark, or UTF-16 with one, and may be compressed with gzip. A row that
 cannot be read has a cause; it is not an error. Each format is one class, see ``Format``.
@@ -38,11 +38,13 @@ from clipkit.samples.table.base import (
     plain_name,
 )
 from clipkit.samples.table.delimited import Delimited, safe_cell
+from clipkit.samples.table.hdf5 import Hdf5
 from clipkit.samples.table.json_rows import JsonLines, open_json
 from clipkit.samples.table.parquet import Parquet, has_bytes
 
 __all__ = [
     "CAPTION_COLUMNS",
+    "HDF5_SUFFIXES",
     "IMAGE_COLUMNS",
     "NAMED_SUFFIXES",
     "SUFFIXES",
@@ -69,7 +71,15 @@ _NAMED_FORMATS: Mapping[str, OpenFormat] = {
     ".txt": Delimited,
     ".token": Delimited,
 }
-_FORMATS: Mapping[str, OpenFormat] = {**_TEXT_FORMATS, **_NAMED_FORMATS, ".parquet": Parquet, ".pq": Parquet}
+# only where a table is packed
+HDF5_SUFFIXES = (".h5", ".hdf5")
+_FORMATS: Mapping[str, OpenFormat] = {
+    **_TEXT_FORMATS,
+    **_NAMED_FORMATS,
+    ".parquet": Parquet,
+    ".pq": Parquet,
+    **dict.fromkeys(HDF5_SUFFIXES, Hdf5),
+}
 _GZIP = ".gz"
 SUFFIXES = (*_TEXT_FORMATS, *(suffix + _GZIP for suffix in _TEXT_FORMATS), ".parquet", ".pq")
 NAMED_SUFFIXES = (*_NAMED_FORMATS, *(suffix + _GZIP for suffix in _NAMED_FORMATS))
@@ -114,6 +124,7 @@ class Table:
         encoded: whether a Parquet table's image column may hold encoded images, as bytes or as a struct with
             ``bytes`` (the hub's image datasets); paths of such rows are bytes or dicts.
         others: names of other columns to read; None for all of them.
+        captions: for an HDF5 file, a table whose columns are read too; its rows are those of the images.
 
     Attributes:
         image_column: name of the column with the paths; "" if there is none.
@@ -134,17 +145,16 @@ class Table:
         need: Sequence[str] = ("image", "caption"),
         encoded: bool = False,
         others: Sequence[str] | None = (),
+        captions: Path | None = None,
     ) -> None:
-        if not path.is_file():
-            raise DataError(f"{path} is not a file: expected {_EXPECTED}")
-        suffix = Path(path.name.lower().removesuffix(_GZIP)).suffix
-        if suffix not in _FORMATS:
-            actual = suffix or "a file without a suffix"
-            raise DataError(f"{path}: expected {_EXPECTED}, not {actual}")
+        open_format = _select_format(path)
         self.path = path
         image = ColumnRequest(content=image_name, name=image_column, common=image_columns)
         caption = ColumnRequest(content="caption", name=caption_column, common=CAPTION_COLUMNS)
-        self._format = _FORMATS[suffix](path, (image, caption))
+        if captions is None:
+            self._format = open_format(path, (image, caption))
+        else:
+            self._format = Hdf5(path, (image, caption), _select_format(captions)(captions, (image, caption)))
         names = self._format.names
         self.image_column = self._find_column(image, required="image" in need, encoded=encoded)
         self.caption_column = self._find_column(caption, required="caption" in need)
@@ -245,9 +255,9 @@ class Table:
             yield Row(number=row_number, path=path, caption=captions, progress=record.progress, others=others)
 
     def _check_encoding(self, others: Mapping[str, object]) -> str:
-        if self._format.types:  # Parquet, whose text is not decoded here
-            return ""
         for name, value in others.items():
+            if name in self._format.types:  # of Parquet, whose text is not decoded here
+                continue
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             if _NOT_TEXT.search(name + text):
                 return f"not UTF-8: column {name!r}"
@@ -297,6 +307,16 @@ class Table:
         raise DataError(
             f"{self.path}: column {name!r} contains {kind[:60]}, not text; choose a column of text"
         )
+
+
+def _select_format(path: Path) -> OpenFormat:
+    if not path.is_file():
+        raise DataError(f"{path} is not a file: expected {_EXPECTED}")
+    suffix = Path(path.name.lower().removesuffix(_GZIP)).suffix
+    if suffix not in _FORMATS:
+        actual = suffix or "a file without a suffix"
+        raise DataError(f"{path}: expected {_EXPECTED}, not {actual}")
+    return _FORMATS[suffix]
 
 
 def _is_image_type(kind: Any) -> bool:

@@ -28,6 +28,7 @@ IMAGE_COLUMNS = (
 CAPTION_COLUMNS = (
     "caption", "text", "title", "description", "sentence", "alt_text", "alt", "prompt", "comment", "captions",
     "sentences", "texts", "txt", "raw", "conversations", "label",
+    "impression", "report",
 )  # fmt: skip
 
 
