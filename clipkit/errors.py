@@ -46,6 +46,10 @@ class CheckpointError(ClipkitError):
     """A checkpoint or run folder that is missing, incomplete, or belongs to another run or model."""
 
 
+class UnnamedArchitecture(CheckpointError):
+    """A file of weights that does not record their architecture."""
+
+
 class Stopped(KeyboardInterrupt):
     """Raised when a signal asks the program to stop; ``number`` is the signal's number."""
 

@@ -30,7 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from clipkit.errors import CheckpointError, ClipkitError, ConfigError
+from clipkit.errors import CheckpointError, ClipkitError, ConfigError, UnnamedArchitecture
 from clipkit.files.hub import HUB, fetch_published, fetch_repository
 from clipkit.files.open_clip import published_tags, published_weights
 from clipkit.formats.checkpoint import (
@@ -389,7 +389,7 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
     if shape is None:
         names = [name.removesuffix(QUICKGELU) for name in find_architectures(weights.tensors)]
         examples = f", such as {' or '.join(map(repr, dict.fromkeys(names)))}" if names else ""
-        raise CheckpointError(
+        raise UnnamedArchitecture(
             f"{path}: {record.lacking}: specify the architecture by --name NAME on the command line or "
             f"clipkit.load(…, name=NAME){examples}; add {QUICKGELU} to the name if the model has QuickGELU"
         )

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ from clipkit.config import (
     SmallConfig,
     require,
 )
-from clipkit.errors import CheckpointError, ConfigError
+from clipkit.errors import CheckpointError, ConfigError, UnnamedArchitecture
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
 from clipkit.formats.checkpoint import model_hash, read_preprocess
@@ -208,7 +209,7 @@ def first_model(
                 ["a"]
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights and not model.new_head:
-        first = load(model.weights, image_size=model.image_size, context_length=model.context_length)
+        first = _load_weights(model, context_length=model.context_length)
         if _lacks_channels(first, shape):
             if adapted:
                 raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
@@ -326,8 +327,17 @@ def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
     return first.architecture.vision.channels == 3 != shape.vision.channels
 
 
+def _load_weights(model: ModelConfig, context_length: int = 0) -> CLIP:
+    """Load ``model.weights``; a file without an architecture is of ``model.name``."""
+    load_as = partial(load, model.weights, image_size=model.image_size, context_length=context_length)
+    try:
+        return load_as()
+    except UnnamedArchitecture:
+        return load_as(name=model.name)
+
+
 def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
-    source = load(model.weights, image_size=model.image_size)
+    source = _load_weights(model)
     if _lacks_channels(source, first.architecture):
         source.extend_channels(first.architecture.vision.channels, extend=extend)
     architecture = first.architecture

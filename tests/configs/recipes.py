@@ -44,7 +44,7 @@ class Made:
 
 
 def run_recipe(name: str, made: Made, folder: Path, forked: Forked) -> list[dict[str, Any]]:
-    """Run all commands of the file's comment in ``folder``, check the scores, and return the metrics of steps."""
+    """Run all commands of the file's comment in ``folder``, check the scores and return the metrics."""
     path = DOMAIN / f"{name}.toml"
     fields = header(path)
     for line in (*fields.get("pack", ()), *fields["launch"], *fields["evaluate"]):

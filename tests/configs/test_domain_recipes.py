@@ -176,8 +176,8 @@ def test_biomedclip(forked: Forked, tmp_path: Path) -> None:
     safetensors.torch.save_file(timm.create_model("test_vit", num_classes=1000).state_dict(), weights)
     made = Made(
         overrides=(
-            "model.name=ViT-Ti-8-48", "shape.embed=32", "model.image=timm:test_vit",
-            f"model.image_weights={weights}", "model.image_size=32",
+            "model.name=ViT-Ti-8-48", "shape.embed=32", "model.image=timm:test_vit", "model.image_size=32",
+            f"model.image_weights={weights}",
             f"model.text={small_bert(tmp_path / 'pubmedbert')}", "data.groups=1", "batch_size=8",
         ),
         scores=[("retrieval", "image_to_text_R@200"), ("retrieval", "text_to_image_R@10"), ("zero-shot", "acc1")],

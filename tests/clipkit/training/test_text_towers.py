@@ -1,6 +1,7 @@
 """Tests of the check before training that a library's tokenizer and text tower belong together."""
 
 import json
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,30 @@ def test_exports_name_an_encoder_of_the_hub(tmp_path: Path) -> None:
     text = replace(describe_encoder(str(tmp_path)), model="somebody/bert")
     assert text.local_config is None and text.open_clip_config()["hf_model_name"] == "somebody/bert"
     assert replace(text, model=str(tmp_path / "gone")).local_config == text.config
+
+
+@pytest.mark.parametrize("quick_gelu", [False, True])
+def test_image_tower_of_a_clip_beside_a_pretrained_encoder(quick_gelu: bool, tmp_path: Path) -> None:
+    """The file of weights does not record the architecture, which is that of ``model.name``."""
+    theirs = write_weights(tmp_path / "bert", "Bert")
+    name = "ViT-Ti-4-16" + "-quickgelu" * quick_gelu
+    clip = create(name, seed=3)
+    torch.save({"state_dict": clip.state_dict()}, tmp_path / "clip.pt")
+    config = ModelConfig(
+        name=name,
+        weights=str(tmp_path / "clip.pt"),
+        new_head=True,
+        text=f"transformers:{tmp_path / 'bert'}",
+        text_weights="transformers",
+        context_length=16,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # the preprocessing is assumed
+        model = first_model(Config(model=config), shape_of(config, LossConfig(), SmallConfig())).eval()
+    images = torch.randn(2, 3, 16, 16)
+    assert torch.equal(model.visual(images), clip.eval().visual(images))
+    state = theirs.state_dict()
+    assert model.text is not None
+    ours = {name.removeprefix("transformer."): value for name, value in model.text.state_dict().items()}
+    assert all(torch.equal(value, state[name]) for name, value in ours.items() if name in state)
+    assert len(ours.keys() & state.keys()) > 10
