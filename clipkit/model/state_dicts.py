@@ -123,6 +123,9 @@ def convert_vit(
     misfit = describe_misfit(targets, theirs)
     if misfit:
         raise CheckpointError(f"the weights do not match the image tower: {misfit}")
+    for name, value in theirs.items():
+        if not value.isfinite().all():
+            raise CheckpointError(f"{name} contains NaN or infinity")
     return {names[name]: value for name, value in theirs.items()}, unused
 
 

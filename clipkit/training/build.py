@@ -247,6 +247,11 @@ def first_model(
             _take_image_tower(first, model, extend)
         elif model.image_weights:
             _load_image_weights(first, model, add_note)
+            if first.architecture.vision.native and not config.pixels.mean:
+                add_note(
+                    "note: model.image_weights: images are normalized as for CLIP: set pixels.mean and pixels.std "
+                    "if the weights were trained otherwise"
+                )
             if _lacks_channels(first, shape):
                 first.extend_channels(shape.vision.channels, extend=extend)
         elif small.steps and small.image_size:

@@ -183,7 +183,8 @@ def test_features_of_own_vits_equal_timm(
     notes: list[str] = []
     model = begin_vit(tmp_path, notes=notes, **sizes)  # a folder
     assert_same_features(model, theirs)
-    assert len(notes) == 1 and f"note: model.image_weights: {unused}" in notes[0]
+    assert len(notes) == 2 and f"note: model.image_weights: {unused}" in notes[0]
+    assert "images are normalized as for CLIP: set pixels.mean and pixels.std" in notes[1]
     save_model(model, tmp_path / "saved")
     again = clipkit.load(tmp_path / "saved")
     assert_same_features(again, theirs)
@@ -228,6 +229,7 @@ def change(**changes: Tensor | None) -> Callable[[StateDict], StateDict]:
         (dict, {"image_width": 128}, r"blocks\.0\.attn\.proj\.bias \(64,\) instead of \(128,\)"),
         (change(reg_token=torch.ones(1, 4, 64)), {}, "no register tokens like reg_token of the file"),
         (change(cls_token=None), {}, r"1 missing \(cls_token\)"),
+        (change(norm__bias=torch.full((64,), torch.nan)), {}, r"norm\.bias contains NaN or infinity"),
         (change(pos_embed=None), {}, r"1 missing \(pos_embed\); 1 unexpected \(patch_embed\.proj\.bias\)"),
         (change(pos_embed=torch.ones(1, 12, 64)), {}, r"pos_embed \(12, 64\) instead of \(17, 64\)"),
         (change(pos_embed=torch.tensor(1.0)), {}, r"pos_embed \(\) instead of"),
@@ -256,8 +258,7 @@ def test_settings_that_no_vit_has_are_refused(tmp_path: Path) -> None:
     config = Config(model=model, shape=ShapeConfig(**SIZES))
     with pytest.raises(ConfigError, match="such ViTs have GELU: use an architecture without QuickGELU"):
         first_model(config, select_shape(config))
-    for pool in ("map",):  # starts with random weights
-        begin_vit(tmp_path / "weights.safetensors", pool=pool)
+    begin_vit(tmp_path / "weights.safetensors", pool="map")  # its attention starts with random weights
 
 
 @pytest.mark.filterwarnings("ignore")  # warnings of open_clip at import
@@ -296,8 +297,9 @@ def test_own_vits_from_timm_train_with_local_terms(term: str, trainings: Trainin
     printed = trainings.run(
         tmp_path / "run", *sizes, f"model.image_weights={tmp_path / 'weights.safetensors'}",
         "model.image_size=32", "steps=2", f"{term}.weight=0.5", "model.patch_dropout=0.25",
+        "pixels.mean=[0.5,0.5,0.5]", "pixels.std=[0.5,0.5,0.5]",
     )  # fmt: skip
-    assert "2 tensors not used: head.bias, head.weight" in printed
+    assert "2 tensors not used: head.bias, head.weight" in printed and "as for CLIP" not in printed
     trained = clipkit.load(tmp_path / "run")
     assert trained.architecture.vision == begin_vit("").architecture.vision
     assert trained.visual.get_parameter("class_embedding").sub(theirs.cls_token.flatten()).abs().max() < 0.1
