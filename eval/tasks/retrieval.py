@@ -56,7 +56,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     order = pairs[:, 1].argsort(stable=True)
     by_text = pairs[order].flip(1)  # (P, 2) text, image
     texts = subject.texts([dataset.caption_prompt(caption) for caption in copies])  # (T, D)
-    images = subject.images().projected.to(subject.device)
+    images = _combine_fields(subject)
     # queries are the images and the texts with a relevant candidate; others are only candidates
     query_images, image_rows = pairs[:, 0].unique(return_inverse=True)
     query_texts, text_rows = by_text[:, 0].unique(return_inverse=True)
@@ -108,7 +108,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
             values[name] = metric.item_values(directions).flatten()
     details = retrieval_details(
         dataset,
-        subject.images().projected,
+        images,
         tuple(copies),
         texts,
         pairs,
@@ -117,6 +117,22 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
         seed=options.seed,
     )
     return Outcome(scores=scores, details=[details], facts=facts)
+
+
+def _combine_fields(subject: Subject) -> Tensor:
+    """Return the features of the images, or their sum with those of texts of each image, (N, D), unit norm."""
+    images = subject.images().projected
+    fields = subject.dataset.image_fields
+    if not fields:
+        return images.to(subject.device)
+    total = torch.zeros_like(images, device=subject.device)
+    for weight, texts in fields.values():
+        features = images.to(subject.device)
+        if texts:
+            distinct = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+            features = subject.texts(list(distinct))[[distinct[text] for text in texts]]
+        total += weight * features
+    return torch.nn.functional.normalize(total, dim=1)
 
 
 def _choose_metrics(
