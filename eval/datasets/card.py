@@ -478,7 +478,7 @@ class Card(_Table, frozen=True, kw_only=True):
     def list_taxonomy(self, keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return, by rank, the value of each of a dataset's classes at this rank and all above it."""
         lineages: list[list[str]] = []
-        for key in keys:
+        for key in keys or self.keys:
             lineages.append(key.split(self.taxonomy_separator or None, max(0, len(self.taxonomy) - 1)))
             if self.taxonomy and len(lineages[-1]) < len(self.taxonomy):
                 raise DataError(

@@ -140,8 +140,10 @@ def _choose_metrics(
 ) -> dict[str, Metric[Mapping[str, Direction]]]:
     """Return the default metrics and those of the card that are meaningful for the number of candidates."""
     defaults = [name for name, metric in METRICS.items() if metric.by_default]
+    # tables show the first metric of a dataset
+    primary = [name for name in subject.metrics[:1] if name not in defaults]
     chosen = {}
-    for name in dict.fromkeys((*defaults, *subject.metrics)):
+    for name in dict.fromkeys((*primary, *defaults, *subject.metrics)):
         metric = cast(Metric[Mapping[str, Direction]] | None, get_metric(name))
         candidates = [direction.candidates for way, direction in directions.items() if name.startswith(way)]
         fewest = min(candidates or [direction.candidates for direction in directions.values()])

@@ -97,6 +97,7 @@ def test_scores_of_graded_pairs_are_means_over_queries(
         "dataset shop: 1 text and 1 image have no pair with a grade above 0: they are candidates"
     )
     scores = {score.metric: score for score in outcome.scores}
+    assert next(iter(scores)) == "text_to_image_nDCG@10"
     ndcg = scores["text_to_image_nDCG@10"]
     by_query = []
     for q in range(3):
