@@ -366,7 +366,7 @@ def _hash_inputs(subject: Subject, task: str, options: Options) -> str:
     """Hash what a task's scores depend on besides the model: images, labels, texts, metrics, options."""
     scored = subject.dataset
     settings: list[Any] = [subject.metrics, scored.superclasses, options.describe_options(task)]
-    settings += [facts for facts in (scored.grades, scored.taxonomy) if facts]
+    settings += [facts for facts in (scored.grades, scored.image_fields, scored.taxonomy) if facts]
     digest = hashlib.sha256(json.dumps(settings).encode())
     splits = [scored]
     if TASKS[task].learns:

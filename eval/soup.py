@@ -16,7 +16,7 @@ from clipkit.formats import check_free, save_model
 from clipkit.samples import MissingSplit
 from eval.datasets.targets import Target, find_targets
 from eval.features.encoder import Encoder
-from eval.metrics import METRICS
+from eval.metrics import lower_is_better
 from eval.options import SoupOptions
 from eval.run import current_ranks, evaluate, find_model, join_ranks
 from eval.tasks import TASKS
@@ -98,4 +98,4 @@ def _score_primary(model: CLIP, target: Target, batch_size: int) -> float:
     if not values:
         raise DataError(f"dataset {target.dataset.name}: {metric} is undefined for its images")
     value = values[-1]  # in several languages, the last is the mean
-    return value if METRICS[metric].larger_is_better else -value
+    return -value if lower_is_better(metric) else value

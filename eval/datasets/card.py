@@ -192,6 +192,8 @@ class TableSource(_Table, frozen=True, kw_only=True):
         image: paths of the images; "" for the usual names, as of the captions.
         caption: captions, or queries.
         grade: the relevance of a row's image for its caption, 0 or more.
+        image_fields: for retrieval, weights of the image's features and of those of its texts in other columns, of
+            which the normalized sum stands for the image, as with ``data.image_fields`` of a training.
         label: the class of the image, or its classes with ``multilabel``.
         separator: what separates several classes in a cell.
     """
@@ -200,6 +202,7 @@ class TableSource(_Table, frozen=True, kw_only=True):
     image: str = ""
     caption: str = ""
     grade: str = ""
+    image_fields: Mapping[Text, Annotated[float, msgspec.Meta(gt=0)]] = {}
     label: str = ""
     separator: Text = "|"
 
@@ -475,7 +478,7 @@ class Card(_Table, frozen=True, kw_only=True):
     def list_taxonomy(self, keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return, by rank, the value of each of a dataset's classes at this rank and all above it."""
         lineages: list[list[str]] = []
-        for key in keys:
+        for key in keys or self.keys:
             lineages.append(key.split(self.taxonomy_separator or None, max(0, len(self.taxonomy) - 1)))
             if self.taxonomy and len(lineages[-1]) < len(self.taxonomy):
                 raise DataError(
@@ -654,6 +657,8 @@ def _find_mistake(card: Card) -> str:
             return "table.caption and table.label exclude each other"
         if card.table.grade and not card.table.caption:
             return "table.grade needs table.caption, the column of the queries"
+        if card.table.image_fields and "image" not in card.table.image_fields:
+            return "table.image_fields needs a weight of image"
         if card.multilabel and not card.keys:
             return "multilabel needs keys, the labels or their columns of the table"
     if card.ordered and not card.keys:

@@ -128,6 +128,8 @@ class EvalDataset:
             ``labels`` is False; None if all are known.
         captions: one or more per image; None without captions.
         grades: by image, the relevance of each of its captions, at least 0; None if all belong to the image.
+        image_fields: by name, the weight of the features of a text of each image, and these texts; () stands for
+            the image itself. Without fields the features are the image's.
         choices: by image, the right caption followed by wrong ones, for compositional tasks; or None. Images with
             the same ``item`` (Winoground) are also compared with each other's captions.
         items: (N,) int64, the group of each image; or None.
@@ -156,6 +158,7 @@ class EvalDataset:
     unknown: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
     grades: tuple[tuple[float, ...], ...] | None = None
+    image_fields: Mapping[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict)
     choices: tuple[tuple[str, ...], ...] | None = None
     items: Tensor | None = None
     metadata: Mapping[str, Tensor] = field(default_factory=dict)

@@ -10,7 +10,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -40,6 +40,7 @@ from clipkit.samples import (
     read_split,
     usable_texts,
 )
+from data.captions import PairFields
 from eval.datasets.card import OWN_CARD, Card, TableSource
 from eval.datasets.dataset import (
     DEFAULT_TEMPLATES,
@@ -101,6 +102,8 @@ def open_table(
         dataset = _name_labels(dataset, file)
     elif columns.grade:
         dataset = _add_grades(dataset, samples, rows, columns.grade)
+    if columns.image_fields:
+        dataset = _add_image_fields(dataset, samples, rows, columns.image_fields)
     return check_dataset(dataset)
 
 
@@ -175,10 +178,7 @@ def _name_labels(dataset: EvalDataset, source: Path) -> EvalDataset:
 
 def _add_grades(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int], column: str) -> EvalDataset:
     """Add the relevance of each caption of an image, from a column of the rows with this image and caption."""
-    if column not in samples.others:
-        raise DataError(
-            f"{samples.tables[0].path} has no column {column!r} ({nearest(column, samples.others)})"
-        )
+    _check_columns(samples, [column])
     grades: list[tuple[float, ...]] = []
     for i, captions in zip(rows, dataset.captions or (), strict=True):
         by_caption: dict[str, float] = {}
@@ -199,6 +199,33 @@ def _add_grades(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int]
     return replace(dataset, grades=tuple(grades), revision=revision)
 
 
+def _add_image_fields(
+    dataset: EvalDataset, samples: TableSamples, rows: Sequence[int], weights: Mapping[str, float]
+) -> EvalDataset:
+    """Add the texts of each image that its features are combined with; the first one of rows that differ."""
+    names = [name for name in weights if name != "image"]
+    _check_columns(samples, names)
+    further = PairFields(image=tuple(names))
+    texts: list[list[str]] = []
+    for i, row in enumerate(rows):
+        try:
+            texts.append(further.further_texts(samples.fields(row)))
+        except DataError as error:
+            raise DataError(f"dataset {dataset.name}: {dataset.images.locate(i)[1]}: {error}") from error
+    fields: dict[str, tuple[float, tuple[str, ...]]] = {"image": (weights["image"], ())}
+    for name, column in zip(names, zip(*texts, strict=True), strict=True):
+        fields[name] = (weights[name], column)
+    revision = hash_values(dataset.revision or dataset.images.fingerprint(), fields)
+    return replace(dataset, image_fields=fields, revision=revision)
+
+
+def _check_columns(samples: TableSamples, columns: Sequence[str]) -> None:
+    for column in columns:
+        if column not in samples.others:
+            hint = nearest(column, samples.others)
+            raise DataError(f"{samples.tables[0].path} has no column {column!r} ({hint})")
+
+
 def _add_labels(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int], card: Card) -> EvalDataset:
     """Add which keys of the card each image has: those in its column of labels, or its columns with 1."""
     assert card.table is not None
@@ -217,10 +244,7 @@ def _add_labels(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int]
             listed = list_some([f"{count:,} × {label[:40]!r}" for label, count in others.most_common()])
             _log.warning("dataset %s: labels that are none of the card's keys: %s", dataset.name, listed)
     else:
-        for key in keys:
-            if key not in samples.others:
-                hint = nearest(key, samples.others)
-                raise DataError(f"{samples.tables[0].path} has no column {key!r}, a key of the card ({hint})")
+        _check_columns(samples, keys)
         for i, sample in enumerate(rows):
             fields = samples.fields(sample)
             for j, key in enumerate(keys):

@@ -56,7 +56,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     order = pairs[:, 1].argsort(stable=True)
     by_text = pairs[order].flip(1)  # (P, 2) text, image
     texts = subject.texts([dataset.caption_prompt(caption) for caption in copies])  # (T, D)
-    images = subject.images().projected.to(subject.device)
+    images = _combine_fields(subject)
     # queries are the images and the texts with a relevant candidate; others are only candidates
     query_images, image_rows = pairs[:, 0].unique(return_inverse=True)
     query_texts, text_rows = by_text[:, 0].unique(return_inverse=True)
@@ -108,7 +108,7 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
             values[name] = metric.item_values(directions).flatten()
     details = retrieval_details(
         dataset,
-        subject.images().projected,
+        images,
         tuple(copies),
         texts,
         pairs,
@@ -119,13 +119,31 @@ def retrieval(subject: Subject, options: Options) -> Outcome:
     return Outcome(scores=scores, details=[details], facts=facts)
 
 
+def _combine_fields(subject: Subject) -> Tensor:
+    """Return the features of the images, or their sum with those of texts of each image, (N, D), unit norm."""
+    images = subject.images().projected
+    fields = subject.dataset.image_fields
+    if not fields:
+        return images.to(subject.device)
+    total = torch.zeros_like(images, device=subject.device)
+    for weight, texts in fields.values():
+        features = images.to(subject.device)
+        if texts:
+            distinct = {text: i for i, text in enumerate(dict.fromkeys(texts))}
+            features = subject.texts(list(distinct))[[distinct[text] for text in texts]]
+        total += weight * features
+    return torch.nn.functional.normalize(total, dim=1)
+
+
 def _choose_metrics(
     subject: Subject, directions: Mapping[str, Direction]
 ) -> dict[str, Metric[Mapping[str, Direction]]]:
     """Return the default metrics and those of the card that are meaningful for the number of candidates."""
     defaults = [name for name, metric in METRICS.items() if metric.by_default]
+    # tables show the first metric of a dataset
+    primary = [name for name in subject.metrics[:1] if name not in defaults]
     chosen = {}
-    for name in dict.fromkeys((*defaults, *subject.metrics)):
+    for name in dict.fromkeys((*primary, *defaults, *subject.metrics)):
         metric = cast(Metric[Mapping[str, Direction]] | None, get_metric(name))
         candidates = [direction.candidates for way, direction in directions.items() if name.startswith(way)]
         fewest = min(candidates or [direction.candidates for direction in directions.values()])

@@ -97,6 +97,7 @@ def test_scores_of_graded_pairs_are_means_over_queries(
         "dataset shop: 1 text and 1 image have no pair with a grade above 0: they are candidates"
     )
     scores = {score.metric: score for score in outcome.scores}
+    assert next(iter(scores)) == "text_to_image_nDCG@10"
     ndcg = scores["text_to_image_nDCG@10"]
     by_query = []
     for q in range(3):
@@ -230,3 +231,32 @@ def test_metrics_of_more_candidates_than_there_are_get_a_line(
     for name in metrics[:2]:
         assert f"dataset shop: {name} is left out, because there are only 6 candidates" in caplog.messages
     assert not any("R@10" in message for message in caplog.messages)
+
+
+def test_texts_of_products_are_combined_with_images(model: CLIP, tmp_path: Path) -> None:
+    folder = write_products(tmp_path / "shop")
+    fields = "image_fields = { image = 0.9, title = 0.1 }\n"
+    (folder / "card.toml").write_text(CARD + fields)
+    target = open_products(folder)
+    plain = open_products(write_products(tmp_path / "plain"))
+    assert target.dataset.image_fields["title"][1] == tuple(f"title {i}" for i in range(6))
+    assert target.dataset.revision != plain.dataset.revision
+    subject = Subject(Encoder(model), target.dataset, metrics=target.metrics)
+    scores = {score.metric: score.value for score in evaluate(subject, tasks=["retrieval"])}
+    titles = subject.texts([f"title {i}" for i in range(6)])
+    documents = F.normalize(0.9 * subject.images().projected + 0.1 * titles, dim=1)
+    other = Subject(Encoder(model), plain.dataset, metrics=plain.metrics)
+    other.images().__dict__["projected"] = documents
+    expected = {score.metric: score.value for score in evaluate(other, tasks=["retrieval"])}
+    assert scores == pytest.approx(expected)
+    table = (folder / "pairs.csv").read_text()
+    for old, new, message in (
+        (",title,", ",name,", "has no column 'title'"),
+        (",title 3,", ",,", "3.png: no text in title"),
+    ):
+        (folder / "pairs.csv").write_text(table.replace(old, new))
+        with pytest.raises(DataError, match=message):
+            open_products(folder)
+    (folder / "card.toml").write_text(CARD + "image_fields = { title = 0.1 }\n")
+    with pytest.raises(DataError, match=r"table\.image_fields needs a weight of image"):
+        open_products(folder)

@@ -212,7 +212,7 @@ def test_labels_of_two_models_are_compared(tmp_path: Path, monkeypatch: pytest.M
         (
             '"Edema",',
             '"Oedema",',
-            r"valid.csv has no column 'Oedema', a key of the card \(did you mean 'Edema'",
+            r"valid.csv has no column 'Oedema' \(did you mean 'Edema'",
         ),
         ('keys = ["Atelectasis", "Edema", "Pleural Effusion"]\n', "", "multilabel needs keys"),
         ('"Path"', '"path"', "valid.csv has no column 'path'"),

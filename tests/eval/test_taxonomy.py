@@ -11,6 +11,7 @@ from clipkit import CLIP
 from clipkit.errors import DataError
 from eval import evaluate
 from eval.compare import compare
+from eval.datasets.card import parse_card
 from eval.datasets.dataset import EvalDataset
 from eval.datasets.targets import find_targets
 from eval.results.records import append_results, write_details
@@ -123,3 +124,18 @@ def test_mistakes_in_a_taxonomy_are_one_line(tmp_path: Path, old: str, new: str,
     with pytest.raises(DataError, match=message) as error:
         find_targets([str(folder)])
     assert "\n" not in str(error.value)
+
+
+def test_folders_with_underscores_have_ranks_and_numbers_have_none(tmp_path: Path) -> None:
+    folder = write_species(tmp_path / "birds")
+    for path in [path for path in folder.iterdir() if path.is_dir()]:
+        path.rename(folder / f"0001_{path.name.replace(' ', '_')}")
+    card = CARD.replace('["kingdom"', '["id", "kingdom"')
+    (folder / "card.toml").write_text(card)
+    (target,) = find_targets([str(folder)])
+    assert target.dataset.number_taxa("genus").tolist() == [0, 0, 1, 2, 3, 3]
+    numbered = parse_card(
+        CARD.replace("taxonomy =", 'keys = ["0", "1"]\ntaxonomy ='), name="a", file="card.toml"
+    )
+    with pytest.raises(DataError, match="class '0' has 1 part, but taxonomy has 4 ranks"):
+        numbered.list_taxonomy(())
