@@ -10,22 +10,20 @@ import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from clipkit.errors import DataError, nearest
-from clipkit.samples.formats import refuse_too_large
+from clipkit.errors import DataError
 from clipkit.samples.table.base import ColumnRequest, Format, Record
 
-_BLOCK = 32 << 20  # bytes that are read at a time
-_KEPT = 4  # blocks of images in memory
-_MAX_CHUNK = 1 << 30  # bytes of a chunk, which is decompressed as a whole
+_CACHE = 256 << 20  # bytes of decompressed chunks of a dataset
+_MAX_BYTES = 1 << 30  # of a row, and of a chunk, which is decompressed as a whole
 _EXAMINED = 16  # images that decide what float values mean
 _PNG_CHANNELS = (1, 3)
+_ERRORS = (OSError, KeyError, ValueError, TypeError, RuntimeError, MemoryError)
 
 
 class Hdf5(Format):
@@ -41,14 +39,22 @@ class Hdf5(Format):
         super().__init__(path)
         self._captions = captions
         self._datasets = _open_datasets(path)
-        self._image = self._find_images(requests[0])
+        images = [name for name, dataset in self._datasets.items() if _has_images(dataset)]
+        self._image = requests[0].find_column(images)
+        if not self._image and len(images) == 1 and requests[0].name is None:
+            self._image = images[0]
+        if not self._image:
+            shapes = [f"{name} {dataset.shape}" for name, dataset in self._datasets.items()]
+            raise DataError(
+                f"{path}: which dataset has the images, as arrays (N, H, W), (N, H, W, C) or (N, C, H, W) of "
+                f"numbers? Set --image-column; the datasets are {', '.join(shapes[:30]) or 'none'}"
+            )
         self._rows = len(self._datasets[self._image])
         for request in requests:
             name = request.find_column([*self._datasets])
-            if name and len(self._datasets[name]) != self._rows:
+            if name and (rows := len(self._datasets[name])) != self._rows:
                 raise DataError(
-                    f"{path}: {name!r} has {len(self._datasets[name]):,} rows, and {self._image!r} has "
-                    f"{self._rows:,} images"
+                    f"{path}: {name!r} has {rows:,} rows, and {self._image!r} has {self._rows:,} images"
                 )
         self.types = {
             name: _column_type(dataset)
@@ -58,43 +64,36 @@ class Hdf5(Format):
         others = [] if captions is None else [name for name in captions.names if name not in self.types]
         self.names = [*self.types, *others]
         self.guesses = {"image": self._image}
-        self._blocks: dict[int, npt.NDArray[Any]] = {}
-        self._lock = Lock()
         self._are_bytes = self._have_float_bytes()
 
     def records(self, required: Sequence[str], others: Sequence[str]) -> Iterator[Record]:
         names = [*required, *others]
-        stored = [name for name in names if name in self.types]
         listed = [name for name in names if name not in self.types]
-        rows = None
+        rows: Iterator[Record] = iter(())
         if self._captions is not None:
             needed = [name for name in listed if name in required] or self._captions.names[:1]
             rows = self._captions.records(needed, listed)
         count = 0
         for i in range(self._rows):
-            progress = (i + 1) / self._rows
-            record = Record(cells={}, progress=progress)
-            if rows is not None and (following := next(rows, None)) is not None:
-                record = following
-                count += 1
-            cells = dict(record.cells)
-            cause = record.cause
-            for name in stored:
+            record = next(rows, None)
+            count += record is not None
+            cells: dict[str, object] = {} if record is None else {**record.cells}
+            cause = "" if record is None else record.cause
+            for name in names:
                 try:
-                    cells[name] = self._read_cell(i, name)
+                    if name in self.types:
+                        cells[name] = self._read_cell(i, name)
                 except UnicodeDecodeError:
                     cause = cause or f"not UTF-8: column {name!r}"
-            yield Record(cells=cells, cause=cause, progress=progress)
-        if self._captions is not None and rows is not None:
-            count += sum(1 for _ in rows)
-            if count != self._rows:
-                raise DataError(
-                    f"{self._captions.path} has {count:,} rows, and {self.path} has {self._rows:,} images in "
-                    f"{self._image!r}: expected one row for each image, in the same order"
-                )
+            yield Record(cells=cells, cause=cause, progress=(i + 1) / self._rows)
+        count += sum(1 for _ in rows)
+        if self._captions is not None and count != self._rows:
+            raise DataError(
+                f"{self._captions.path} has {count:,} rows, and {self.path} has {self._rows:,} images in "
+                f"{self._image!r}: expected one row for each image, in the same order"
+            )
 
     def read_image(self, row: int, column: str) -> bytes:
-        assert column == self._image
         values = self._read_row(row, column)
         if values.ndim == 1:  # an encoded image
             return bytes(values)
@@ -108,31 +107,12 @@ class Hdf5(Format):
             values = rounded
         return _encode_array(values)
 
-    def _find_images(self, request: ColumnRequest) -> str:
-        shapes = [f"{name} {dataset.shape}" for name, dataset in self._datasets.items()]
-        if request.name is not None and request.name not in self._datasets:
-            hint = nearest(request.name, [*self._datasets])
-            raise DataError(f"{self.path} has no dataset {request.name!r} ({hint})")
-        images = [name for name, dataset in self._datasets.items() if _has_images(dataset)]
-        if request.name in images:
-            return str(request.name)
-        name = request.find_column(images)
-        if not name and len(images) == 1 and request.name is None:
-            name = images[0]
-        if not name:
-            listed = ", ".join(shapes[:30]) or "none"
-            raise DataError(
-                f"{self.path}: which dataset has the images, as arrays (N, H, W), (N, H, W, C) or (N, C, H, W) of "
-                f"numbers? Set --image-column; the datasets are {listed}"
-            )
-        return name
-
     def _have_float_bytes(self) -> bool:
         """Whether images are floats that are all whole numbers from 0 to 255, as in CheXzero's files."""
         if self._datasets[self._image].dtype.kind != "f" or not self._rows:
             return False
         greatest = 0.0
-        for row in np.unique(np.linspace(0, self._rows - 1, _EXAMINED).astype(np.int64)).tolist():
+        for row in np.linspace(0, self._rows - 1, _EXAMINED).astype(np.int64).tolist():
             values = self._read_row(row, self._image)
             if not np.all((values >= 0) & (values <= 255) & (values == np.rint(values))):
                 return False
@@ -145,25 +125,12 @@ class Hdf5(Format):
             return value.tobytes()  # tells equal images; ``read_image`` encodes them
         if isinstance(value, bytes):
             return value.decode()
-        return value.tolist() if isinstance(value, np.ndarray | np.generic) else value
+        return value.tolist()
 
     def _read_row(self, row: int, name: str) -> Any:
-        """Return a row of a dataset; blocks of images are kept, because their chunks may be compressed."""
-        dataset = self._datasets[name]
         try:
-            if name != self._image:
-                return dataset[row]
-            size = max(1, dataset.dtype.itemsize * math.prod(dataset.shape[1:]))
-            rows = max(1, _BLOCK // size)
-            with self._lock:
-                block = self._blocks.get(row // rows)
-                if block is None:
-                    block = dataset[row // rows * rows : (row // rows + 1) * rows]
-                    self._blocks[row // rows] = block
-                    if len(self._blocks) > _KEPT:
-                        del self._blocks[next(iter(self._blocks))]
-            return block[row % rows]
-        except (OSError, ValueError, TypeError, RuntimeError, MemoryError) as error:
+            return self._datasets[name][row]
+        except _ERRORS as error:
             message = " ".join(str(error).split())[:200]
             raise DataError(f"{self.path} is damaged in {name!r}: {message}") from error
 
@@ -178,32 +145,26 @@ def _open_datasets(path: Path) -> Mapping[str, Any]:
     links: dict[str, Any] = {}
     items: dict[str, Any] = {}
     try:
-        file = h5py.File(path, "r", locking=False)
+        file = h5py.File(path, "r", locking=False, rdcc_nbytes=_CACHE)
         file.visititems_links(links.__setitem__)
         file.visititems(items.__setitem__)  # follows no links
-    except (OSError, KeyError, ValueError, TypeError, RuntimeError) as error:
+    except _ERRORS as error:
         message = " ".join(str(error).split())[:200]
         raise DataError(f"{path} cannot be read as HDF5: {message}") from error
-    for name, link in links.items():
-        if isinstance(link, h5py.ExternalLink):
-            raise DataError(
-                f"{path}: {name!r} is a link to another file, which is not read: copy it into the file"
-            )
-    datasets = {name: item for name, item in items.items() if isinstance(item, h5py.Dataset) and item.shape}
-    for name, dataset in datasets.items():
-        if dataset.is_virtual or dataset.external:
-            raise DataError(
-                f"{path}: the values of {name!r} are in other files, which are not read: copy them into the file"
-            )
-        if dataset.chunks and math.prod(dataset.chunks) * dataset.dtype.itemsize > _MAX_CHUNK:
-            raise DataError(
-                f"{path}: {name!r} has chunks of more than {_MAX_CHUNK >> 20} MiB: write smaller ones"
-            )
-        if _has_images(dataset) and len(dataset.shape) > 2:
-            try:
-                refuse_too_large(*dataset.shape[1:])
-            except DataError as error:
-                raise DataError(f"{path}: {name!r}: {error}") from error
+    outside = [name for name, link in links.items() if isinstance(link, h5py.ExternalLink)]
+    datasets = {}
+    for name, item in items.items():
+        if not isinstance(item, h5py.Dataset) or not item.shape:
+            continue
+        datasets[name] = item
+        if item.is_virtual or item.external:
+            outside.append(name)
+        if max(math.prod(item.shape[1:]), math.prod(item.chunks or ())) * item.dtype.itemsize > _MAX_BYTES:
+            raise DataError(f"{path}: {name!r} has rows or chunks of more than {_MAX_BYTES >> 20:,} MiB")
+    if outside:
+        raise DataError(
+            f"{path}: {outside[0]!r} is in another file, which is not read: copy it into this file"
+        )
     return datasets
 
 
@@ -229,16 +190,14 @@ def _column_type(dataset: Any) -> Any:
 
 def _encode_array(values: npt.NDArray[Any]) -> bytes:
     """Encode an array (H, W), (H, W, C) or (C, H, W) without loss, as PNG if that is possible."""
-    values = values.astype(values.dtype.newbyteorder("="))
-    file = io.BytesIO()
-    pixels = values
+    pixels = values = values.astype(values.dtype.newbyteorder("="))
     if values.ndim == 3 and values.shape[2] not in _PNG_CHANNELS and values.shape[0] in _PNG_CHANNELS:
         pixels = np.moveaxis(values, 0, 2)
-    if pixels.ndim == 3 and pixels.shape[2] == 1:
+    if pixels.shape[2:] == (1,):
         pixels = pixels[..., 0]
-    is_rgb = pixels.ndim == 3 and pixels.shape[2] == 3
-    if (values.dtype == np.uint8 and (is_rgb or pixels.ndim == 2)) or (
-        values.dtype == np.uint16 and pixels.ndim == 2
+    file = io.BytesIO()
+    if (pixels.dtype == np.uint8 and pixels.shape[2:] in ((), (3,))) or (
+        pixels.dtype == np.uint16 and pixels.ndim == 2
     ):
         Image.fromarray(np.ascontiguousarray(pixels)).save(file, "png")
     else:
