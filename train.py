@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.loader import small_stages
 from data.shards.samples import Shards
-from eval import EvalDataset, Members, Ranks, Scorer, check_image, find_targets, select_tasks
+from eval import BestScore, EvalDataset, Members, Ranks, Scorer, check_image, find_targets, select_tasks
 from eval.report import build_report
 
 # The stages before the loop, in the order in which ``main`` calls them.
@@ -51,12 +51,19 @@ from eval.report import build_report
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """The data of a run: training samples, their order and former processing, and datasets to score on."""
+    """The data of a run: training samples, their order and former processing, and datasets to score on.
+
+    Attributes:
+        metrics: the metrics of the card of each dataset, by its name.
+        best: the score of ``checkpoint.best``, which has no value yet.
+    """
 
     shards: Shards
     order: order.Order
     packed: training_data.Packed
     datasets: Sequence[EvalDataset]
+    metrics: Mapping[str, Sequence[str]]
+    best: BestScore
 
     def describe(self, config: Config, *, resumed: bool) -> list[str]:
         """Describe the training data, as lines to print."""
@@ -88,7 +95,8 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
         config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
     )
     members = Members(image=config.data.image, captions=config.data.captions, optional=True)
-    datasets = [target.dataset for target in find_targets(config.eval.data, members=members)]
+    targets = find_targets(config.eval.data, members=members)
+    datasets = [target.dataset for target in targets]
     for dataset in datasets:
         select_tasks(dataset, classes=shape.text.classes)
     sample_order = order.Order(
@@ -104,7 +112,11 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
         values=shards.manifest.values,
         cap=config.data.balance_by[1],
     )
-    return RunData(shards=shards, order=sample_order, packed=packed, datasets=datasets)
+    metrics = {target.dataset.name: target.metrics for target in targets}
+    best = BestScore.from_setting(config.checkpoint.best, datasets, patience=config.eval.patience)
+    return RunData(
+        shards=shards, order=sample_order, packed=packed, datasets=datasets, metrics=metrics, best=best
+    )
 
 
 def build_model(
@@ -181,10 +193,19 @@ def resume(
 
 
 def open_scorer(
-    config: Config, model: CLIP, averaged: ema.AveragedWeights | None, data: RunData, log: Log, *, bf16: bool
+    config: Config,
+    model: CLIP,
+    averaged: ema.AveragedWeights | None,
+    data: RunData,
+    log: Log,
+    *,
+    bf16: bool,
+    step: int,
 ) -> Scorer:
-    """Return the scorer of the model during its training."""
+    """Return the scorer of the model during its training, which continues after ``step`` steps."""
     world = distributed.world_size()
+    if distributed.rank() == 0:
+        data.best.add_results(Path(config.out) / "results.jsonl", until=step)
     return Scorer(
         model=model,
         datasets=data.datasets,
@@ -197,6 +218,8 @@ def open_scorer(
         write_scores=log.write_scores,
         note_traits=log.note_traits,
         as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
+        metrics=data.metrics,
+        best=distributed.gather_objects(data.best)[0],
     )
 
 
@@ -241,9 +264,8 @@ def main(arguments: Arguments) -> int:
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, config.lock, after=after)
-        compute = TrainingStep.from_config(
-            config, shape, model, bf16=bf16, averaged=averaged, first_samples=data.shards.first_samples
-        )
+        first = data.shards.first_samples
+        compute = TrainingStep.from_config(config, shape, model, first, bf16=bf16, averaged=averaged)
         train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 
@@ -276,7 +298,7 @@ def main(arguments: Arguments) -> int:
         ]
         log = Log(config, state, opening, device=device, decoding=decoding, profile=arguments.profile)
         log.list_truncated(data.shards.manifest.truncated_shards())
-        scorer = open_scorer(config, model, averaged, data, log, bf16=bf16)
+        scorer = open_scorer(config, model, averaged, data, log, bf16=bf16, step=state.step)
         writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
         comparison = guards.WeightComparison(model, every=config.checkpoint.compare_every_steps)
         decisions = guards.Decisions(
@@ -296,7 +318,7 @@ def main(arguments: Arguments) -> int:
                 scorer.score_if_owed(step)
             stop.save_on_signal(writer.saved_step)
             log.leave_out()  # what happened before the first step
-            while step < config.steps and not stopped:
+            while step < config.steps and not (stopped or scorer.best.is_exhausted):
                 # 7a. The next batch, prefetched, and a message about it to all ranks, which is read in 7d. A rank
                 # whose batch has a fault computes a loss that is not a number. Only rank 0's clock counts.
                 stop.begin_step()
@@ -375,7 +397,7 @@ def main(arguments: Arguments) -> int:
                     due_save = due_save or stopped or ranks["time_to_save"] > 0
                     due_metrics = due_metrics or due_save
                 stop.finish_step(agreed=stopped)
-                comparison.finish_step(step, now=due_save)
+                comparison.finish_step(step, now=due_save or due_score)
                 log.watch.begin("other")
                 log.count_batch(batch)
                 writer.finish_if_done()
@@ -399,9 +421,10 @@ def main(arguments: Arguments) -> int:
                     distributed.allow_long_waits()
                 if due_score and not stopped:
                     scorer.score(step)
+                    due_save = due_save or scorer.best.is_exhausted or scorer.best.step == step
                 if due_save:
-                    writer.begin(model, optimizer, state, averaged)
-                    if last or stopped:
+                    writer.begin(model, optimizer, state, averaged, best=scorer.best.step)
+                    if last or stopped or scorer.best.is_exhausted:
                         writer.finish()
                     saved_at = time.monotonic()
                 if due_score or due_save:
@@ -414,6 +437,7 @@ def main(arguments: Arguments) -> int:
             if not stopped:
                 stop.exit_on_signal("all steps are saved; the same command scores and reports")
                 scorer.score_if_owed(step)
+                writer.mark_best(scorer.best.step)
         finally:
             batches.close()
             log.close()
@@ -426,7 +450,8 @@ def main(arguments: Arguments) -> int:
         if stopped:
             log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif rank0:
-            log.print_line(f"done: {build_report(run)}")
+            for line in (*scorer.best.describe(step), f"done: {build_report(run)}"):
+                log.print_line(line)
     distributed.stop()
     return 128 + signal_number if stopped else 0
 

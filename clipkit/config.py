@@ -931,6 +931,11 @@ class CheckpointConfig(Section):
     every_steps: int = setting(1000, "Steps between checkpoints; 0: disabled.", at_least(0))
     every_minutes: float = setting(30.0, "Minutes between checkpoints; 0: disabled.", at_least(0))
     keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", at_least(0))
+    best: str = setting(
+        "",
+        "DATASET/METRIC, such as flickr8k/image_to_text_R@1: also keep the checkpoint with the best score on this "
+        'dataset of eval.data, which clipkit.load("RUN@best") loads.',
+    )
     compare_every_steps: int = setting(
         100,
         "Steps between two comparisons of the weights of all ranks, which also precede each checkpoint. A "
@@ -951,6 +956,12 @@ class EvalConfig(Section):
     )
     every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", at_least(0))
     batch_size: int = setting(256, "Images encoded at a time on each rank.", between(1, MOST))
+    patience: int = setting(
+        0,
+        "Stop after this many evaluations in a row without a score of checkpoint.best above the 95% interval of an "
+        "earlier one; 0: never.",
+        at_least(0),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1060,6 +1071,13 @@ class Config(Section):
         object.__setattr__(self, "objectives", sections)
         self._check_captions()
         self._check_teacher()
+        dataset, _, metric = self.checkpoint.best.rpartition("/")
+        if self.checkpoint.best:
+            named = bool(dataset and metric)
+            require(named, "checkpoint.best", self.checkpoint.best, "expected DATASET/METRIC")
+            require_use("checkpoint.best", self.checkpoint.best, "eval.data", bool(self.eval.data))
+        waits = not self.eval.patience or bool(self.checkpoint.best)
+        require_use("eval.patience", self.eval.patience, "checkpoint.best", waits)
         if self.pixels.channels != 3:
             rgb = "requires RGB images: pixels.channels = 3"
             for name in ("color_jitter", "grayscale", "nvjpeg"):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         weights_id as weights_id,
     )
     from eval.run import evaluate as evaluate, select_tasks as select_tasks
-    from eval.scorer import Scorer as Scorer
+    from eval.scorer import BestScore as BestScore, Scorer as Scorer
     from eval.tasks import TASKS as TASKS
     from eval.tasks.subject import Subject as Subject
 
@@ -39,7 +39,7 @@ _MODULES = {
     "eval.readers.shards": ("Members",),
     "eval.results.records": ("Score", "append_results", "provenance", "read_results", "weights_id"),
     "eval.run": ("evaluate", "select_tasks"),
-    "eval.scorer": ("Scorer",),
+    "eval.scorer": ("BestScore", "Scorer"),
     "eval.tasks": ("TASKS",),
     "eval.tasks.subject": ("Subject",),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from clipkit import CLIP, distributed, load
 from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
 from clipkit.files import counted, printable
-from clipkit.formats import find_newest_epoch, model_hash, resolve_checkpoint
+from clipkit.formats import find_newest_epoch, model_hash, resolve_checkpoint, select_best
 from clipkit.model import ClassTokenizer, image_gflops, keep_memory
 from clipkit.samples import MissingSplit, TraitCounts
 from clipkit.samples.remote import cache_folder
@@ -574,8 +574,12 @@ def find_model(name: str, out: Path | None = None) -> ModelSource:
     source = name
     try:
         path = Path(source).expanduser()
+        best = select_best(path)
         if path.is_dir() and (path.name == "checkpoints" or (path / "checkpoints").is_dir()):
             path = find_newest_epoch(path) or resolve_checkpoint(path)
+            source = str(path)
+        elif best != path:
+            path = best
             source = str(path)
     except RuntimeError as error:
         raise ConfigError(f"no model at {source[:_MAX_SHOWN]!r}: there is no such user") from error

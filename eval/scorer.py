@@ -2,22 +2,118 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from clipkit import CLIP
+from clipkit.errors import ConfigError, DataError, nearest
+from clipkit.files import counted
 from clipkit.formats import is_complete
 from clipkit.samples import TraitCounts
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import Encoder, Ranks
+from eval.metrics import METRICS, get_metric, lower_is_better
 from eval.results.details import take_snapshot
-from eval.results.records import PREFIX, read_results, weights_id, write_snapshot
+from eval.results.records import PREFIX, Score, parse_finite, read_results, weights_id, write_snapshot
 from eval.run import evaluate
 from eval.tasks.subject import Subject
 
 _PRINTED = ("acc1", "acc5", "image_to_text_R@1", "text_to_image_R@1")
+
+
+@dataclass(kw_only=True)
+class BestScore:
+    """The best score of one metric in a run, and how long it has been the best.
+
+    Attributes:
+        dataset, metric: their names.
+        patience: number of evaluations without a rise after which training stops; 0: never.
+        step: the step of the best score, the first of equal ones; None before the first score.
+        value: the score.
+        waited: number of evaluations since the last rise: since a score was better than the 95% interval of the
+            score at the rise before.
+    """
+
+    dataset: str
+    metric: str
+    patience: int = 0
+    step: int | None = None
+    value: float = 0.0
+    waited: int = 0
+    _bound: float = 0.0  # the end of the interval that the next rise exceeds
+
+    @classmethod
+    def from_setting(cls, name: str, datasets: Sequence[EvalDataset], *, patience: int = 0) -> "BestScore":
+        """Create it from ``checkpoint.best``; ConfigError if no dataset or metric has the name. "" selects none."""
+        dataset, _, metric = name.rpartition("/")
+        if not name:
+            return cls(dataset="", metric="")
+        names = [known.name for known in datasets]
+        if dataset not in names:
+            raise ConfigError(
+                f"checkpoint.best = {name!r}: eval.data has no dataset {dataset!r}: {nearest(dataset, names)}"
+            )
+        if get_metric(metric) is None:
+            raise ConfigError(
+                f"checkpoint.best = {name!r}: unknown metric {metric!r}: {nearest(metric, METRICS)}"
+            )
+        return cls(dataset=dataset, metric=metric, patience=patience)
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether training should stop."""
+        return 0 < self.patience <= self.waited
+
+    def add_scores(self, step: int, scores: Sequence[Score]) -> None:
+        """Add the scores of an evaluation of its dataset; DataError if the metric is not among them."""
+        names = []
+        for score in scores:
+            if score.metric == self.metric and not score.setting:
+                self.add(step, score.value, score.low, score.high)
+                return
+            names.append(score.metric)
+        raise DataError(
+            f"checkpoint.best = '{self.dataset}/{self.metric}': {self.dataset} is scored by "
+            f"{', '.join(dict.fromkeys(names))}: choose one of these, or name others in its card"
+        )
+
+    def add_results(self, path: Path, *, until: int) -> None:
+        """Add the scores of a results file, up to those of a step."""
+        added = {None}  # steps; a checkpoint may have been scored again after the training
+        for line in read_results(path):
+            step = line["step"]
+            name = line["dataset"], line["metric"], line.get("setting")
+            value = parse_finite(line.get("value"))
+            if name != (self.dataset, self.metric, "") or value is None or step in added or step > until:
+                continue
+            added.add(step)
+            self.add(step, value, parse_finite(line.get("low")), parse_finite(line.get("high")))
+
+    def describe(self, step: int) -> list[str]:
+        """Describe the best score and why a training ended at this step, as lines to print."""
+        lines = []
+        if self.is_exhausted:
+            lines.append(
+                f"stopped at step {step}: in {counted(self.waited, 'evaluation')}, no {self.metric} on "
+                f"{self.dataset} was better than the 95% interval of an earlier one (eval.patience)"
+            )
+        if self.step is not None:
+            lines.append(f"best {self.metric} on {self.dataset}: {self.value:.2%} at step {self.step}")
+        return lines
+
+    def add(self, step: int, value: float, low: float | None, high: float | None) -> None:
+        """Add the next score and its 95% interval."""
+        sign = -1 if lower_is_better(self.metric) else 1
+        end = low if sign < 0 else high
+        self.waited += 1
+        if self.step is None or sign * value > sign * self._bound:
+            self._bound = value if end is None else end
+            self.waited = 0
+        if self.step is None or sign * value > sign * self.value:
+            self.step = step
+            self.value = value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +133,8 @@ class Scorer:
             for a prefix by ``dataset/task/dim64/metric``.
         note_traits: called for each dataset and split with the number of transparent and rotated images.
         as_scored: context manager that puts the model into the state to be scored.
+        metrics: the metrics of a dataset's card, by the dataset's name.
+        best: the best score of ``checkpoint.best``, to which scores are added.
     """
 
     model: CLIP
@@ -50,6 +148,8 @@ class Scorer:
     dims: Sequence[int] = ()
     note_traits: Callable[[str, TraitCounts], None] = lambda images, counts: None
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
+    metrics: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    best: BestScore = field(default_factory=lambda: BestScore(dataset="", metric=""))
 
     def score_if_owed(self, step: int) -> None:
         """Score this step unless rank 0 finds results of it."""
@@ -74,7 +174,8 @@ class Scorer:
 
     def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
         with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
-            subject = Subject(Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size), dataset)
+            encoder = Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size)
+            subject = Subject(encoder, dataset, metrics=self.metrics.get(dataset.name, ()))
             scores = evaluate(
                 subject,
                 dims=self.dims,
@@ -84,6 +185,8 @@ class Scorer:
                 origin={"model": str(self.run)},
             )
             snapshot = take_snapshot(subject, step=step)  # by all ranks, which share the texts
+        if dataset.name == self.best.dataset:
+            self.best.add_scores(step, scores)
         for (name, split), counts in subject.encoder.counts.items():
             self.note_traits(f"dataset {name}, split {split}", counts)
         if self.ranks.rank > 0:

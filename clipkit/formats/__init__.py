@@ -8,11 +8,12 @@ from clipkit.formats.checkpoint import (
     parse_step,
     resolve_checkpoint,
     save_model,
+    select_best,
     serialize_architecture,
 )
 from clipkit.formats.open_clip import find_newest_epoch
 
 __all__ = [
     "check_free", "find_newest_epoch", "is_complete", "latest_checkpoint", "model_hash", "parse_step",
-    "resolve_checkpoint", "save_model", "serialize_architecture",
+    "resolve_checkpoint", "save_model", "select_best", "serialize_architecture",
 ]  # fmt: skip

@@ -90,7 +90,8 @@ def _checksum(path: str, size: int, changed: int, inode: int, threads: int) -> s
     return f"{zlib.crc32(b''.join(value.to_bytes(4, 'little') for value in sums)):08x}"
 
 
-LATEST, COMPLETE, SAVED = "LATEST", "COMPLETE", ".saved"
+LATEST, BEST, COMPLETE, SAVED = "LATEST", "BEST", "COMPLETE", ".saved"
+_AT_BEST = "@best"  # suffix of a run folder
 STEP_FOLDER = re.compile(r"step_(\d{1,18})", re.ASCII)
 # files of every checkpoint; there may also be tokenizer files
 _FILES = {"model.safetensors", "model.json", "optimizer.safetensors", "state.json", "config.toml"}
@@ -108,7 +109,7 @@ def latest_checkpoint(run: Path, *, needed: Callable[[str], bool] | None = None)
         needed: selects files by name whose checksums are verified; None for all.
     """
     root = run / "checkpoints"
-    pointer = _read_pointer(root)
+    pointer = _read_pointer(root, LATEST)
     if pointer is not None:
         named = root / pointer
         if named.parent == root and is_intact(named, needed):
@@ -135,7 +136,7 @@ def list_skipped_checkpoints(checkpoint: Path) -> list[str]:
             it, it was the newest intact checkpoint.
     """
     root = checkpoint.parent
-    pointer = _read_pointer(root) or ""
+    pointer = _read_pointer(root, LATEST) or ""
     named = pointer == checkpoint.name
     newer = {folder.name for folder in step_folders(root) if not (named and is_complete(folder))}
     if STEP_FOLDER.fullmatch(pointer):
@@ -143,13 +144,34 @@ def list_skipped_checkpoints(checkpoint: Path) -> list[str]:
     return sorted((name for name in newer if parse_step(name) > parse_step(checkpoint.name)), key=parse_step)
 
 
-def _read_pointer(root: Path) -> str | None:
+def _read_pointer(root: Path, file: str) -> str | None:
     try:
-        return (root / LATEST).read_text(errors="replace").strip()
+        return (root / file).read_text(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except OSError as error:
-        raise CheckpointError(f"cannot read {root / LATEST}: {error.strerror}") from error
+        raise CheckpointError(f"cannot read {root / file}: {error.strerror}") from error
+
+
+def best_checkpoint(run: Path) -> Path | None:
+    """Return the checkpoint with the best score so far, see ``checkpoint.best``; None if there is none."""
+    name = _read_pointer(run / "checkpoints", BEST) or ""
+    folder = run / "checkpoints" / name
+    return folder if STEP_FOLDER.fullmatch(name) and is_complete(folder) else None
+
+
+def select_best(source: Path) -> Path:
+    """Return the best checkpoint of RUN for a path RUN@best; other paths are returned as they are."""
+    if not source.name.endswith(_AT_BEST) or source.exists():
+        return source
+    run = source.with_name(source.name.removesuffix(_AT_BEST))
+    checkpoint = best_checkpoint(run)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{run} has no best checkpoint: none of those it saved has the best score, or it was trained without "
+            "checkpoint.best"
+        )
+    return checkpoint
 
 
 def resolve_checkpoint(source: Path) -> Path:

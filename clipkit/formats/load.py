@@ -40,6 +40,7 @@ from clipkit.formats.checkpoint import (
     parse_architecture,
     read_json,
     resolve_checkpoint,
+    select_best,
 )
 from clipkit.formats.onnx import ONNX_CONFIG, load_onnx
 from clipkit.formats.open_clip import (
@@ -159,7 +160,7 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
     if source.startswith(OPEN_CLIP):
         stored = _read_published(source)
     else:
-        path = fetch_repository(source) if source.startswith(HUB) else Path(source).expanduser()
+        path = fetch_repository(source) if source.startswith(HUB) else select_best(Path(source).expanduser())
         if _is_onnx(path):
             if request != LoadRequest():
                 raise ConfigError(

@@ -35,12 +35,14 @@ from clipkit.distributed import (
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.files.writing import FileLock, sync_to_disk, write_atomic
 from clipkit.formats.checkpoint import (
+    BEST,
     COMPLETE,
     FORMAT,
     LATEST,
     SAVED,
     STEP_FOLDER,
     TRAINED,
+    best_checkpoint,
     collect_tensors,
     describe_model,
     is_complete,
@@ -345,6 +347,7 @@ class CheckpointWriter:
         self._damaged = set() if newest is None else set(list_skipped_checkpoints(newest))
         self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
         self._saved = None if newest is None else self._step
+        self._best: int | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied: Future[Any] | None = None  # when the model may change again
         self._written: Future[Any] | None = None
@@ -358,6 +361,14 @@ class CheckpointWriter:
         """The step of the newest checkpoint; 0 if there is none."""
         return self._saved or 0
 
+    def mark_best(self, step: int | None) -> None:
+        """Make BEST name the checkpoint of a step, if it is written; it is kept besides the newest ones."""
+        if rank() == 0 and step is not None and is_complete(self._folder(step)):
+            try:
+                write_atomic(self._root / BEST, self._folder(step).name + "\n", durable=True)
+            except OSError as error:
+                raise CheckpointError(f"{self._root / BEST} was not written: {error}") from error
+
     def save_now(
         self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
     ) -> None:
@@ -369,11 +380,18 @@ class CheckpointWriter:
         barrier()
 
     def begin(
-        self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
+        self,
+        model: CLIP,
+        optimizer: Optimizer,
+        state: LoopState,
+        averaged: AveragedWeights | None = None,
+        *,
+        best: int | None = None,
     ) -> None:
         """Start writing ``checkpoints/step_<8 digits>``, after the previous one is written; all ranks call this.
 
-        Averaged weights become model.safetensors, and the weights in training trained.safetensors.
+        Averaged weights become model.safetensors, and the weights in training trained.safetensors. ``best`` is the
+        step with the best score so far, see ``mark_best``.
 
         Raises:
             CheckpointError: the previous checkpoint was not written, this one cannot be started, or its weights are
@@ -391,6 +409,7 @@ class CheckpointWriter:
         ):
             raise CheckpointError(describe_bad_weights(self._run, state.step, name, saved=self._saved))
         self._step = state.step
+        self._best = best
         holders = ranks_of_replica(weights.values())
         if rank() and holders is None:
             self._saved = state.step
@@ -514,6 +533,7 @@ class CheckpointWriter:
         sync_to_disk(self._root)
         shutil.rmtree(replaced, ignore_errors=True)
         write_atomic(self._root / LATEST, folder.name + "\n", durable=True)
+        self.mark_best(self._best)
         (self._run / SAVED).touch()
         if self._keep:
             # the one just written stays, even if training was resumed from an older step
@@ -522,7 +542,10 @@ class CheckpointWriter:
                 for other in step_folders(self._root)
                 if other != folder and other.name not in self._damaged and is_complete(other)
             ]
+            best = best_checkpoint(self._run)
             for old in others[self._keep - 1 :]:
+                if old == best:
+                    continue
                 removed = old.with_name(f".{old.name}.removed")  # a partly deleted folder is no checkpoint
                 old.rename(removed)
                 shutil.rmtree(removed, ignore_errors=True)

@@ -526,10 +526,10 @@ class TrainingStep:
         config: Config,
         shape: Architecture,
         model: CLIP,
+        first_samples: Sequence[int],
         *,
         bf16: bool,
         averaged: AveragedWeights | None,
-        first_samples: Sequence[int] = (),
     ) -> "TrainingStep":
         """Return the step that the settings of a run select, and load the teacher if there is one.
 
