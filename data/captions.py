@@ -258,13 +258,7 @@ class CaptionRule:
 
     def wrong_captions(self, fields: Fields) -> list[str]:
         """Return the wrong captions of an image, with the prefix, except empty ones and those not in UTF-8."""
-        value = value_at(fields, self.negatives)
-        values = value if isinstance(value, list) else [value]
-        return [
-            self.prefix + caption
-            for caption in values
-            if isinstance(caption, str) and caption.strip() and is_utf8(caption)
-        ]
+        return [self.prefix + caption for caption in texts_at(fields, self.negatives)]
 
     def captions_by_field(self, fields: Fields) -> list[list[str]]:
         """Return the non-empty captions of each field."""
@@ -367,20 +361,14 @@ class PairFields:
             return ""
         return (value if isinstance(value, str) else json.dumps(value, sort_keys=True)).strip()
 
-    def text_of(self, fields: Fields, name: str) -> str:
-        """Return the text of a field, the first one of a list; empty if the sample has none."""
-        value = value_at(fields, name)
-        for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and text.strip() and is_utf8(text):
-                return text
-        return ""
-
     def further_texts(self, fields: Fields) -> list[str]:
-        """Return the further texts of both sides; DataError if the sample lacks one."""
-        names = (*self.image, *self.text)
-        texts = [self.text_of(fields, name) for name in names]
-        if not all(texts):
-            raise DataError(f"no text in {names[texts.index('')]}")
+        """Return the further texts of both sides, the first one of a list; DataError if the sample lacks one."""
+        texts = []
+        for name in (*self.image, *self.text):
+            available = texts_at(fields, name)
+            if not available:
+                raise DataError(f"no text in {name}")
+            texts.append(available[0])
         return texts
 
     def weigh(self, fields: Fields, rule: CaptionRule, index: int) -> float:
@@ -414,6 +402,13 @@ def drop_words(text: str, probability: float, random: np.random.Generator) -> st
     if words and not kept.any():
         kept[random.integers(len(words))] = True
     return " ".join(word for word, keep in zip(words, kept, strict=True) if keep)
+
+
+def texts_at(fields: Fields, name: str) -> list[str]:
+    """Return the texts of a field with a string or a list, except empty ones and those not in UTF-8."""
+    value = value_at(fields, name)
+    values = value if isinstance(value, list) else [value]
+    return [text for text in values if isinstance(text, str) and text.strip() and is_utf8(text)]
 
 
 def is_utf8(text: str) -> bool:

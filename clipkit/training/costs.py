@@ -565,7 +565,7 @@ def communication_of(work: Workload) -> Communication:
             gradients += sent(work.world, math.ceil(count / work.world) * work.world * size)
     features = 0.0
     if not select_objective(config).texts_are_classes:  # otherwise all ranks have all classes
-        rows = config.batch_size * (1 + work.further)
+        rows = config.batch_size * config.data.caption_count
         # features and their gradients, all-reduces of the greatest logits and of the sums of exponentials
         numbers = rows * (2 * work.model.architecture.embed_dim + 4)
         features = sent(work.world, _FLOAT * numbers)

@@ -56,6 +56,7 @@ from data.captions import (
     is_utf8,
     join_names,
     leaf_fields,
+    texts_at,
 )
 from data.selection import OUTSIDE, Chosen, SelectedShard, Selection, choose_unread
 
@@ -206,7 +207,7 @@ def reject_unknown_pair_fields(
 
     for side in ("image", "text"):
         for name in getattr(pair, side):
-            check(f"data.{side}_fields", name, "text", partial(pair.text_of, name=name))
+            check(f"data.{side}_fields", name, "text", partial(texts_at, name=name))
 
     def has_weight(fields: Fields) -> bool:
         if value_at(fields, pair.weight) in (None, ""):
