@@ -218,7 +218,8 @@ class DataConfig(Section):
     image_fields: tuple[str, ...] = setting(
         (),
         "The image side of a pair as a weighted mean of features, which is normalized again (GCL): those of the "
-        'image and of texts in JSON fields, such as ["image:0.9", "title:0.1"]. Evaluation encodes images alone.',
+        'image and of texts in JSON fields, such as ["image:0.9", "title:0.1"]. Evaluation encodes images alone '
+        "unless the card of a dataset has image_fields too.",
     )
     text_fields: tuple[str, ...] = setting(
         (), 'The text side, such as ["caption:0.8", "category:0.2"], as data.image_fields.'
