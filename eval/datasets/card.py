@@ -477,10 +477,12 @@ class Card(_Table, frozen=True, kw_only=True):
 
     def list_taxonomy(self, keys: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Return, by rank, the value of each of a dataset's classes at this rank and all above it."""
+        if not self.taxonomy:
+            return {}
         lineages: list[list[str]] = []
         for key in keys or self.keys:
-            lineages.append(key.split(self.taxonomy_separator or None, max(0, len(self.taxonomy) - 1)))
-            if self.taxonomy and len(lineages[-1]) < len(self.taxonomy):
+            lineages.append(key.split(self.taxonomy_separator or None, len(self.taxonomy) - 1))
+            if len(lineages[-1]) < len(self.taxonomy):
                 raise DataError(
                     f"card {self.name}: class {key!r} has {counted(len(lineages[-1]), 'part')}, but taxonomy has "
                     f"{counted(len(self.taxonomy), 'rank')}"

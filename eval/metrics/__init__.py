@@ -389,7 +389,7 @@ def _recall(direction: str, k: int, *, by_default: bool = False) -> Metric[Direc
     )
 
 
-_EVERY = 1 << 60  # candidates
+_ALL = 1 << 60  # candidates
 # a direction, and one of R and ``graded.GRADED``, perhaps of the first k candidates, or RBP with its persistence
 _RETRIEVAL = re.compile(
     rf"({'|'.join(DIRECTIONS)})_(?:(R|{'|'.join(graded.GRADED)})(?:@([1-9]\d{{0,5}}))?|RBP(?:_(0?\.\d{{1,6}}))?)"
@@ -402,7 +402,7 @@ def _parse_retrieval(name: str) -> Metric[Directions] | None:
     if match is None:
         return None
     direction, kind, digits, persistence = match.groups()
-    k = int(digits or _EVERY)
+    k = int(digits or _ALL)
     if kind in ("R", "P") and not digits:
         return None
     if kind == "R":

@@ -593,9 +593,6 @@ class _ClassColumn:
     scores: Tensor
     labels: Tensor
 
-    def has_both(self) -> bool:
-        return bool(self.labels.any()) and not bool(self.labels.all())
-
     def area(self) -> Statistic:
         """Return ``roc_auc`` of the class as a statistic of all images."""
         return _select_rows(roc_auc_statistic(self.scores, self.labels), self.rows)
@@ -726,7 +723,8 @@ def roc_auc_macro_statistic(scores: Tensor, labels: Tensor) -> Statistic:
 
 def _counted_classes(scores: Tensor, labels: Tensor) -> list[_ClassColumn]:
     """Return the classes that some images have and some do not."""
-    counted = [column for column in _class_columns(scores, labels) if column.has_both()]
+    columns = _class_columns(scores, labels)
+    counted = [column for column in columns if column.labels.any() and not column.labels.all()]
     if not counted:
         raise DataError("ROC AUC needs a class that some images have and some do not")
     return counted

@@ -18,7 +18,7 @@ from torch import Tensor
 from eval.metrics.intervals import Bools, Floats, Ints
 from eval.metrics.ranks import count_ahead
 
-_RANDOM_PAIRS = 1 << 18
+_RANDOM_PAIRS = 1 << 16
 _MOST_RANDOM = 1000  # random rankings of each query
 
 

@@ -214,8 +214,7 @@ def match_ranks(
 def count_ahead(queries: Tensor, candidates: Tensor, pairs: Tensor) -> Tensor:
     """Count the candidates, itself included, that are at least as similar to a query as a right one.
 
-    A NaN similarity is the lowest of a right candidate, and the highest of a wrong one. All candidates are sorted
-    for each query, so that the number of right ones hardly matters.
+    A NaN similarity is the lowest of a right candidate, and the highest of a wrong one.
 
     Args:
         queries: (Q, D).
@@ -232,12 +231,9 @@ def count_ahead(queries: Tensor, candidates: Tensor, pairs: Tensor) -> Tensor:
             right = similarity[row, column]
             right = torch.where(right.isnan(), -torch.inf, right)
             similarity[row, column] = right
-            similarity = torch.where(similarity.isnan(), torch.inf, similarity).sort(dim=1).values
-            # the right candidates of a query in one row
-            slot = torch.arange(len(row), device=device) - torch.searchsorted(row, row)
-            by_row = right.new_zeros(len(similarity), int(slot.max()) + 1)
-            by_row[row, slot] = right
-            ahead[block] = len(candidates) - torch.searchsorted(similarity, by_row)[row, slot].cpu()
+            parts = zip(row.split(len(similarity)), right.split(len(similarity)), strict=True)
+            counts = [(~(similarity[rows] < values[:, None])).sum(dim=1) for rows, values in parts]
+            ahead[block] = torch.cat(counts).cpu()
     return ahead
 
 

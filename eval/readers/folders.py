@@ -84,7 +84,8 @@ def open_table(
     """
     columns = (card and card.table) or TableSource()
     texts = columns.caption or columns.label
-    need = ["image"] if card is not None and card.multilabel else ["image", "caption"]
+    in_columns = card is not None and card.multilabel and not columns.label
+    need = ["image"] if in_columns else ["image", "caption"]
     table = Table(
         file, image_column=columns.image or None, caption_column=texts or None, need=need, others=None
     )

@@ -127,7 +127,7 @@ def test_scores_of_positive_and_negative_prompts_by_hand(
 def test_names_of_labels_in_one_column_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "nih"
     folder.mkdir()
-    cells = ("Edema|Atelectasis", "No Finding", "Edema | Pleural Effusion", "Hernia|Edema", "No Finding")
+    cells = ("Edema|Atelectasis", "No Finding", "Edema | Pleural Effusion", "Hernia|Edema", "No Finding", "")
     for i in range(len(cells)):
         (folder / f"{i}.png").write_bytes(png(i))
     lines = [f"{i}.png,{cell},{i}" for i, cell in enumerate(cells)]
@@ -138,10 +138,11 @@ def test_names_of_labels_in_one_column_are_read(tmp_path: Path, caplog: pytest.L
     dataset = open_test(folder)
     assert dataset.labels is not None and dataset.unknown is None
     assert dataset.labels.int().tolist() == [[1, 1, 0], [0, 0, 0], [0, 1, 1], [0, 1, 0], [0, 0, 0]]
+    assert "dataset nih: 1 image cannot be used: 1 × empty caption" in caplog.text
     assert "labels that are none of the card's keys: 2 × 'No Finding', 1 × 'Hernia'" in caplog.text
     # without multilabel, the cells are classes
     (folder / "card.toml").write_text(f'tasks = ["zero-shot"]\nmetric = "acc1"\n{table}')
-    assert open_test(folder).class_names == tuple(sorted(set(cells)))
+    assert open_test(folder).class_names == tuple(sorted(set(cells[:-1])))
 
 
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(2, 40), ties=st.booleans())
