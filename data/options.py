@@ -299,6 +299,9 @@ class IndexOptions(CaptionOptions, ImageOptions, SourcesOptions):
         (),
         "count the samples that pass a filter such as 'width >= 256', for training with it (as data.filters)",
     )
+    balance: str = setting(
+        "", "read the values of a field, for training with data.balance=FIELD:COUNT", metavar="FIELD"
+    )
     cache_gb: float = _cache_setting(0.0, "reads only their headers")
     truncated: str = setting(
         "error",

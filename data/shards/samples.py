@@ -216,6 +216,7 @@ def run_index(options: IndexOptions) -> int:
             captions=CaptionRule(fields=options.captions),
             truncated=options.truncated,
             image=options.image,
+            balance=options.balance,
         )
         try:
             manifest = make_manifest(sources, selection, cache=cache, progress=progress.show, stats=False)

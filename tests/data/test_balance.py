@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings, strategies as st
 
 from clipkit.config import DataConfig
 from clipkit.errors import CheckpointError, ConfigError, DataError
+from data.__main__ import main
 from data.order import Order
 from data.shards.manifest import Manifest
 from data.shards.samples import Shards
@@ -220,6 +221,17 @@ def test_values_are_read_from_json_once_and_broadcast(
     monkeypatch.setattr("data.selection.SelectedShard.read_present", None)  # the values are stored
     again = opened(source, tmp_path / "run", balance="of.category:equal")
     assert np.array_equal(again.manifest.values, values)
+
+
+def test_index_command_reads_values_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_samples(tmp_path / "data", *[{"category": name} for name in "aabbc"], {})
+    assert main(["index", str(source), "--balance", "category", "--quiet"]) == 0
+    said = capsys.readouterr().out
+    assert "2 shards, 5 samples" in said and "left out    1 without category" in said
+    monkeypatch.setattr("data.selection.SelectedShard.read_present", None)
+    assert len(set(opened(source, tmp_path / "run", balance="category:2").manifest.values.tolist())) == 3
 
 
 def test_samples_without_a_value_are_counted(tmp_path: Path) -> None:

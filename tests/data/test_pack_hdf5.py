@@ -283,6 +283,9 @@ def test_fields_of_the_table_without_captions_of_it(tmp_path: Path) -> None:
     options = PackOptions(captions=tmp_path / "labels.csv", caption_column="caption")
     report = pack(source, tmp_path / "out", options, progress=False)
     assert report.packed == 5 and report.fields == {"Edema": "Edema", "Mass": "Mass"}
+    labels = [open_samples(str(tmp_path / "out")).fields(i) for i in range(5)]
+    assert [label["Edema"] for label in labels] == ["1", "-1", "0", None, "1"]
+    assert [label["Mass"] for label in labels] == [None, "0", "1", None, "1"]
 
 
 def test_other_commands_name_the_command_that_packs(tmp_path: Path) -> None:
