@@ -7,6 +7,7 @@ from pathlib import Path
 
 import h5py
 import numpy as np
+import pytest
 import safetensors.torch
 import timm
 import torch
@@ -30,6 +31,7 @@ from tests.configs.recipes import (
 )
 from tests.forked import Forked
 
+pytestmark = pytest.mark.slow
 RETRIEVAL = [("retrieval", name) for name in ("mean_recall", "image_to_text_R@1", "text_to_image_R@10")]
 
 
