@@ -99,7 +99,7 @@ def open_table(
     )
     if card is not None and card.multilabel:
         dataset = _add_labels(dataset, samples, rows, card)
-    elif columns.label or plain_name(samples.caption_column) in ("label", "labels"):
+    elif columns.label or (not columns.caption and plain_name(samples.caption_column) in ("label", "labels")):
         dataset = _name_labels(dataset, file)
     elif columns.grade:
         dataset = _add_grades(dataset, samples, rows, columns.grade)

@@ -260,3 +260,13 @@ def test_texts_of_products_are_combined_with_images(model: CLIP, tmp_path: Path)
     (folder / "card.toml").write_text(CARD + "image_fields = { title = 0.1 }\n")
     with pytest.raises(DataError, match=r"table\.image_fields needs a weight of image"):
         open_products(folder)
+
+
+def test_column_of_labels_may_be_that_of_queries(tmp_path: Path) -> None:
+    folder = write_products(tmp_path / "products")
+    table = folder / "pairs.csv"
+    table.write_text(table.read_text().replace("query,", "label,", 1))
+    (folder / "card.toml").write_text(CARD.replace('"query"', '"label"'))
+    dataset = open_products(folder).dataset
+    assert dataset.captions is not None and dataset.labels is None
+    assert {text for texts in dataset.captions for text in texts} == set(QUERIES)
