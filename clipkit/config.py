@@ -1097,13 +1097,13 @@ class Config(Section):
 
     def _check_projections(self) -> None:
         sources = self.data.sources
-        for setting_value, name in zip(self.model.projections, self.model.projected_sources, strict=True):
-            given = f"model.projections = {setting_value!r}"
-            if name == setting_value or not name:
-                raise ConfigError(f"{given}: expected image:NAME with a part of the path of a source")
+        for projection, name in zip(self.model.projections, self.model.projected_sources, strict=True):
+            label = f"model.projections = {projection!r}"
+            if name == projection or not name:
+                raise ConfigError(f"{label}: expected image:NAME with a part of the path of a source")
             matches = sum(name in source for source in sources)
             if matches != 1:
-                raise ConfigError(f"{given}: {matches} sources of data.train contain {name!r}: expected one")
+                raise ConfigError(f"{label}: {matches} sources of data.train contain {name!r}: expected one")
         numbers = self.projection_numbers
         if self.model.projections and (0 not in numbers or len(set(numbers)) <= len(self.model.projections)):
             raise ConfigError(

@@ -63,6 +63,21 @@ def test_each_source_trains_its_projection_and_the_run_resumes(
     assert not any("projections" in name for name in exported)
 
 
+@pytest.mark.slow
+def test_projections_start_as_that_of_the_weights(both: str, trainings: Trainings, tmp_path: Path) -> None:
+    trainings.run(tmp_path / "first", "steps=1", "checkpoint.every_steps=1")
+    projection = load_file(checkpoint(tmp_path / "first", 1) / "model.safetensors")["visual.proj"]
+    settings = (
+        f"data.train={both}",
+        'model.projections=["image:replayed"]',
+        f"model.weights={tmp_path / 'first'}",
+    )
+    for name, more in (("whole", ()), ("tower", ("model.new_head=true",))):
+        trainings.run(tmp_path / name, *settings, *more, "steps=1", "optim.lr=1e-12")
+        tensors = load_file(checkpoint(tmp_path / name, 1) / "model.safetensors")
+        assert torch.allclose(tensors[PROJECTION], projection, atol=1e-6), name
+
+
 @pytest.mark.parametrize(
     ("projections", "message"),
     [

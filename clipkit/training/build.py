@@ -355,6 +355,7 @@ def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
             f"whose image tower is not that of {model.label}: set model.name, model.image or model.image_options"
         )
     first.visual.load_state_dict(source.visual.state_dict())
+    first.set_projections(first.architecture.projections)  # copies of the tower's
     first.preprocess = source.preprocess
     first.reset_constants()
 
