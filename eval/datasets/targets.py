@@ -295,15 +295,26 @@ def _open_folder(
         )
         if misfit := kind.find_misfit(card.metrics, card.tasks):
             raise DataError(f"{file}: {misfit}")
+    prompted = _add_prompts(card, dataset, prompts, prompts)
     return Target(
-        dataset=_add_prompts(card, dataset, prompts, prompts),
-        metrics=card.metrics,
+        dataset=prompted,
+        metrics=_name_labels(card.metrics, dataset.class_names, prompted.class_names),
         card=card,
         keys=dataset.class_names,
         opener=opener,
         own_card=True,
         folder=source,
     )
+
+
+def _name_labels(metrics: Sequence[str], keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
+    """Return metrics of single labels, such as "roc_auc_of_KEY", with the names that prompts have for the keys."""
+    name_by_key = dict(zip(keys, names, strict=True))
+    named = []
+    for metric in metrics:
+        kind, of, label = metric.partition("_of_")
+        named.append(f"{kind}{of}{name_by_key.get(label, label)}")
+    return tuple(named)
 
 
 def _name_classes(dataset: EvalDataset) -> EvalDataset:

@@ -345,7 +345,8 @@ def take_snapshot(subject: Subject, *, step: int, seed: int = 0) -> Snapshot:
     if not bool(torch.isfinite(features).all()):
         raise DataError(f"the features of dataset {dataset.name} are not finite: the training has diverged")
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tolist()
-    pairs = _distinct_pairs(dataset, order)
+    several = dataset.labels is not None and dataset.labels.ndim == 2
+    pairs = [] if several else _distinct_pairs(dataset, order)
     queries = _choose_queries(dataset, order)
     captions = subject.texts([text for _, text in pairs]).cpu()  # (M, D)
     query_features = subject.texts([text for text, _ in queries]).cpu()  # (Q, D)
@@ -354,7 +355,7 @@ def take_snapshot(subject: Subject, *, step: int, seed: int = 0) -> Snapshot:
     nearest: list[Query] = []
     # similarities are float32
     with torch.autocast("cpu", enabled=False):
-        if dataset.class_names:
+        if dataset.class_names and not several:
             examples = _build_examples(subject, features, order[:SNAPSHOT_EXAMPLES])
         if pairs:
             cosines = features[[i for i, _ in pairs]] @ captions.T  # (M, M)
@@ -424,7 +425,9 @@ def _find_nearest(
     for (text, label), values, images in zip(queries, top.values.tolist(), top.indices.tolist(), strict=True):
         hits = []
         for value, i in zip(values, images, strict=True):
-            right = None if labels is None or label is None else int(labels[i]) == label
+            right = None
+            if labels is not None and label is not None:
+                right = bool(labels[i, label]) if labels.ndim == 2 else int(labels[i]) == label
             hits.append(Hit(picture=str(i), cosine=_round(value), right=right))
         nearest.append(Query(text=_shorten(text), hits=tuple(hits)))
     return nearest
@@ -487,7 +490,11 @@ def _choose_queries(dataset: EvalDataset, order: list[int]) -> list[tuple[str, i
     if not names:
         texts = dict.fromkeys(_first_text(dataset, i) for i in order[:QUERIES])
         return [(text, None) for text in texts if text]
-    present = list(range(len(names))) if dataset.labels is None else dataset.labels.unique().tolist()
+    present = list(range(len(names)))
+    if dataset.labels is not None:
+        several = dataset.labels.ndim == 2
+        shown = dataset.labels.any(dim=0).nonzero() if several else dataset.labels.unique()
+        present = shown.flatten().tolist() or present
     count = min(QUERIES, len(present))
     chosen = [present[round(i * (len(present) - 1) / max(1, count - 1))] for i in range(count)]
     return [(fill_template(dataset.templates[0], names[label]), label) for label in chosen]
@@ -497,7 +504,7 @@ def _first_text(dataset: EvalDataset, i: int) -> str | None:
     """Return the first caption of an image, or else the prompt of its class."""
     if dataset.captions is not None:
         return " ".join(dataset.captions[i][0].split())
-    if dataset.labels is None or not dataset.class_names:
+    if dataset.labels is None or dataset.labels.ndim == 2 or not dataset.class_names:
         return None
     return fill_template(dataset.templates[0], dataset.class_names[int(dataset.labels[i])])
 

@@ -28,6 +28,7 @@ from eval.metrics.classes import (
     roc_auc_macro_statistic,
 )
 from eval.metrics.intervals import evaluate_statistic
+from eval.results.details import take_snapshot
 from eval.results.records import append_results, write_details
 from eval.tasks import Options
 from eval.tasks.classify import prompt_outcome
@@ -265,3 +266,24 @@ def test_undefined_areas_are_left_out_not_errors() -> None:
         metric = get_metric(name)
         assert metric is not None
         assert metric.function(answers(labels)) is None  # type: ignore[arg-type]
+
+
+def test_metrics_of_labels_are_named_by_key_or_name(model: CLIP, tmp_path: Path) -> None:
+    for number, label in enumerate(("Pleural Effusion", "pleural effusion")):
+        folder = write_chexpert(
+            tmp_path / str(number), card=CARD.replace("roc_auc_of_*", f"roc_auc_of_{label}")
+        )
+        (target,) = find_targets([str(folder)])
+        assert target.metrics[1] == "roc_auc_of_pleural effusion"
+
+
+def test_snapshots_of_several_labels_show_the_nearest_images_of_each(model: CLIP, tmp_path: Path) -> None:
+    dataset = open_test(write_chexpert(tmp_path))
+    snapshot = take_snapshot(Subject(Encoder(model), dataset), step=1)
+    assert snapshot.examples == () and snapshot.matrix is None
+    assert len(snapshot.queries) == len(FINDINGS)
+    assert dataset.labels is not None
+    for label, query in enumerate(snapshot.queries):
+        assert [hit.right for hit in query.hits] == [
+            bool(dataset.labels[int(hit.picture), label]) for hit in query.hits
+        ]
