@@ -223,6 +223,16 @@ def open_scorer(
     )
 
 
+def scores_at_start(config: Config, step: int) -> bool:
+    """Whether a run that starts or resumes at a step scores it, unless it has.
+
+    A stopped run has not scored its last step. Before step 1, weights from elsewhere are scored, and what
+    ``checkpoint.best`` compares.
+    """
+    from_elsewhere = bool(config.model.weights or config.checkpoint.best)
+    return training.is_due(step, config.eval.every_steps) or (step == 0 and from_elsewhere)
+
+
 def main(arguments: Arguments) -> int:
     # 1. This process among the others, and its device.
     stop = stopping.StopRequest()
@@ -313,8 +323,7 @@ def main(arguments: Arguments) -> int:
         saved_at = time.monotonic()
         try:
             distributed.allow_long_waits()
-            # a stopped run has not scored its last step; weights from elsewhere are scored before step 1
-            if training.is_due(step, config.eval.every_steps) or (step == 0 and config.model.weights):
+            if scores_at_start(config, step):
                 scorer.score_if_owed(step)
             stop.save_on_signal(writer.saved_step)
             log.leave_out()  # what happened before the first step
@@ -450,7 +459,7 @@ def main(arguments: Arguments) -> int:
         if stopped:
             log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
         elif rank0:
-            for line in (*scorer.best.describe(step), f"done: {build_report(run)}"):
+            for line in (*scorer.best.describe(step, run), f"done: {build_report(run)}"):
                 log.print_line(line)
     distributed.stop()
     return 128 + signal_number if stopped else 0

@@ -14,7 +14,7 @@ from clipkit.formats import is_complete
 from clipkit.samples import TraitCounts
 from eval.datasets.dataset import EvalDataset
 from eval.features.encoder import Encoder, Ranks
-from eval.metrics import METRICS, get_metric, lower_is_better
+from eval.metrics import METRICS, get_metric, is_fraction, lower_is_better
 from eval.results.details import take_snapshot
 from eval.results.records import PREFIX, Score, parse_finite, read_results, weights_id, write_snapshot
 from eval.run import evaluate
@@ -29,6 +29,7 @@ class BestScore:
 
     Attributes:
         dataset, metric: their names.
+        revision: of the dataset; scores of others are not compared.
         patience: number of evaluations without a rise after which training stops; 0: never.
         step: the step of the best score, the first of equal ones; None before the first score.
         value: the score.
@@ -38,6 +39,7 @@ class BestScore:
 
     dataset: str
     metric: str
+    revision: str = ""
     patience: int = 0
     step: int | None = None
     value: float = 0.0
@@ -59,7 +61,8 @@ class BestScore:
             raise ConfigError(
                 f"checkpoint.best = {name!r}: unknown metric {metric!r}: {nearest(metric, METRICS)}"
             )
-        return cls(dataset=dataset, metric=metric, patience=patience)
+        revision = datasets[names.index(dataset)].revision
+        return cls(dataset=dataset, metric=metric, revision=revision, patience=patience)
 
     @property
     def is_exhausted(self) -> bool:
@@ -84,15 +87,20 @@ class BestScore:
         added = {None}  # steps; a checkpoint may have been scored again after the training
         for line in read_results(path):
             step = line["step"]
-            name = line["dataset"], line["metric"], line.get("setting")
+            name = line["dataset"], line["metric"], line.get("setting"), line.get("data_revision")
             value = parse_finite(line.get("value"))
-            if name != (self.dataset, self.metric, "") or value is None or step in added or step > until:
+            if (
+                name != (self.dataset, self.metric, "", self.revision)
+                or value is None
+                or step in added
+                or step > until
+            ):
                 continue
             added.add(step)
             self.add(step, value, parse_finite(line.get("low")), parse_finite(line.get("high")))
 
-    def describe(self, step: int) -> list[str]:
-        """Describe the best score and why a training ended at this step, as lines to print."""
+    def describe(self, step: int, run: Path) -> list[str]:
+        """Describe the best score of a run and why it ended at this step, as lines to print."""
         lines = []
         if self.is_exhausted:
             lines.append(
@@ -100,7 +108,10 @@ class BestScore:
                 f"{self.dataset} was better than the 95% interval of an earlier one (eval.patience)"
             )
         if self.step is not None:
-            lines.append(f"best {self.metric} on {self.dataset}: {self.value:.2%} at step {self.step}")
+            shown = f"{self.value:.2%}" if is_fraction(self.metric) else f"{self.value:.4g}"
+            line = f"best {self.metric} on {self.dataset}: {shown} at step {self.step}"
+            kept = is_complete(run / "checkpoints" / f"step_{self.step:08d}")
+            lines.append(line if kept else f"{line}, of which there is no checkpoint")
         return lines
 
     def add(self, step: int, value: float, low: float | None, high: float | None) -> None:

@@ -21,7 +21,7 @@ from clipkit.errors import DataError, nearest
 from clipkit.samples.base import Samples
 from clipkit.samples.folders import read_file
 from clipkit.samples.table import Row, Table, listed_path
-from clipkit.samples.table.base import check_captions, json_value, usable_texts
+from clipkit.samples.table.base import MOST_CAPTIONS, check_captions, json_value, usable_texts
 
 MOST_ROWS = 100  # of one image; further ones are bad rows
 TOO_MANY_ROWS = f"more than {MOST_ROWS} rows of one image (--no-group makes a sample of each)"
@@ -40,15 +40,17 @@ class RowsByKey:
     Args:
         every_row: store all rows; by default, the first row of a group is not stored, so that the file stays small
             if the table is read again.
+        most_rows: of a group; further ones are bad rows.
 
     Attributes:
         repeated: number of rows that are not the first of their group.
         other_images: number of these rows whose image is not that of the first.
     """
 
-    def __init__(self, *, every_row: bool = False) -> None:
+    def __init__(self, *, every_row: bool = False, most_rows: int = MOST_ROWS) -> None:
         self.repeated = self.other_images = 0
         self._every_row = every_row
+        self._most_rows = most_rows
         self._lock = Lock()
         self._data = sqlite3.connect("", isolation_level=None, check_same_thread=False)
         self._data.execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
@@ -87,7 +89,7 @@ class RowsByKey:
                     "RETURNING first, size, image",
                     (key, row_number, image),
                 ).fetchone()
-            if size > MOST_ROWS:
+            if size > self._most_rows:
                 first = row_number
                 content = pickle.dumps(replace(row, caption=None, others={}, cause=TOO_MANY_ROWS))
             if size > 1 or self._every_row:
@@ -107,14 +109,14 @@ class RowsByKey:
         return int(next(rows, (0,))[0])
 
     def stored_rows(self, first: int) -> list[Row]:
-        """Return the rows of a group in order, at most ``MOST_ROWS``; see ``every_row`` for the first one."""
+        """Return the rows of a group in order, at most ``most_rows``; see ``every_row`` for the first one."""
         rows = self._select("SELECT content FROM rows WHERE first = ? ORDER BY row", first)
         return [pickle.loads(content) for (content,) in rows]
 
     def number_groups(self) -> int:
         """Number the groups from 1 in the order of their first rows; return how many there are.
 
-        A row that belongs to no group, and a row beyond ``MOST_ROWS``, is a group of its own.
+        A row that belongs to no group, and a row beyond ``most_rows``, is a group of its own.
         """
         self._data.execute("CREATE TABLE numbered (i INTEGER PRIMARY KEY, first INTEGER)")
         self._data.execute("INSERT INTO numbered (first) SELECT row FROM rows WHERE row = first ORDER BY row")
@@ -169,13 +171,14 @@ class TableSamples(Samples):
     if their encoded images have the same bytes. They are one sample, at the position of the first of them, with the
     captions of all. Another column keeps its value if that is the same in all rows; otherwise it is a list of the
     rows' values. A row without a usable caption, if captions are needed, is a bad sample, and so is a row after
-    ``MOST_ROWS`` of an image. The only member of a sample is the column of images.
+    ``most_rows`` of an image. The only member of a sample is the column of images.
 
     Args:
         tables: tables with the same columns, opened with ``encoded`` if their images may be in them.
         group: make one sample of the rows of an image; False makes a sample of each row.
         group_by: column whose value is the same in the rows of an image; rows without a value are not grouped.
         progress: called now and then while the tables are read, with the fraction and the number of rows read.
+        most_rows: of an image.
 
     Attributes:
         image_column: column of the images; "" if there is none.
@@ -196,6 +199,7 @@ class TableSamples(Samples):
         group: bool = True,
         group_by: str | None = None,
         progress: Callable[[float, int], object] | None = None,
+        most_rows: int = MOST_ROWS,
     ) -> None:
         self.tables = tuple(tables)
         self.image_column = tables[0].image_column
@@ -205,6 +209,7 @@ class TableSamples(Samples):
         self.others = list(tables[0].others)
         self.damage = ""
         self._options = {"group": group, "group_by": group_by}
+        self._most_rows = most_rows
         if group_by is not None:
             for table in tables:
                 if group_by == table.caption_column:
@@ -218,7 +223,7 @@ class TableSamples(Samples):
                     )
         # consecutive calls are about the same sample
         self._find_path = lru_cache(maxsize=4)(Table.find_image)
-        self._rows = RowsByKey(every_row=True)
+        self._rows = RowsByKey(every_row=True, most_rows=most_rows)
         self._starts: list[int] = []  # by table, the number of rows before it
         row_number = 0
         for part, table in enumerate(self.tables):
@@ -292,7 +297,7 @@ class TableSamples(Samples):
         cause = row.cause
         if not cause and len(rows) > 1 and self._table_of(row).needs_caption:
             try:
-                check_captions(row.caption)
+                check_captions(row.caption, most=max(MOST_CAPTIONS, self._most_rows))
             except DataError as error:
                 cause = str(error)
         if not cause and self.image_column and row.path in (None, ""):

@@ -347,7 +347,8 @@ class CheckpointWriter:
         self._damaged = set() if newest is None else set(list_skipped_checkpoints(newest))
         self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
         self._saved = None if newest is None else self._step
-        self._best: int | None = None
+        best = best_checkpoint(run)
+        self._best = None if best is None else parse_step(best.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._copied: Future[Any] | None = None  # when the model may change again
         self._written: Future[Any] | None = None
@@ -362,12 +363,17 @@ class CheckpointWriter:
         return self._saved or 0
 
     def mark_best(self, step: int | None) -> None:
-        """Make BEST name the checkpoint of a step, if it is written; it is kept besides the newest ones."""
-        if rank() == 0 and step is not None and is_complete(self._folder(step)):
-            try:
-                write_atomic(self._root / BEST, self._folder(step).name + "\n", durable=True)
-            except OSError as error:
-                raise CheckpointError(f"{self._root / BEST} was not written: {error}") from error
+        """Make BEST name the checkpoint of a step, which is kept; remove BEST if there is none."""
+        if rank():
+            return
+        pointer = self._root / BEST
+        try:
+            if step is not None and is_complete(self._folder(step)):
+                write_atomic(pointer, self._folder(step).name + "\n", durable=True)
+            else:
+                pointer.unlink(missing_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{pointer} was not written: {error}") from error
 
     def save_now(
         self, model: CLIP, optimizer: Optimizer, state: LoopState, averaged: AveragedWeights | None = None
@@ -375,7 +381,7 @@ class CheckpointWriter:
         """Save this step unless it is saved, and wait until every rank has done so; all ranks call this."""
         self.finish()
         if self._saved != state.step:
-            self.begin(model, optimizer, state, averaged)
+            self.begin(model, optimizer, state, averaged, best=self._best)
             self.finish()
         barrier()
 

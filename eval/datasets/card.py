@@ -481,12 +481,18 @@ class Card(_Table, frozen=True, kw_only=True):
             return {}
         lineages: list[list[str]] = []
         for key in keys or self.keys:
-            lineages.append(key.split(self.taxonomy_separator or None, len(self.taxonomy) - 1))
-            if len(lineages[-1]) < len(self.taxonomy):
+            parts = key.split(self.taxonomy_separator or None, len(self.taxonomy) - 1)
+            lineages.append([part.strip() for part in parts])
+            if len(parts) < len(self.taxonomy):
                 raise DataError(
-                    f"card {self.name}: class {key!r} has {counted(len(lineages[-1]), 'part')}, but taxonomy has "
+                    f"card {self.name}: class {key!r} has {counted(len(parts), 'part')}, but taxonomy has "
                     f"{counted(len(self.taxonomy), 'rank')}"
                 )
+            for rank, part in zip(self.taxonomy, lineages[-1], strict=True):
+                if not part:
+                    raise DataError(
+                        f"card {self.name}: class {key!r} has no {rank}: classes without one would count as equal"
+                    )
         return {
             rank: tuple("\n".join(lineage[: i + 1]) for lineage in lineages)
             for i, rank in enumerate(self.taxonomy)

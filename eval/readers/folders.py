@@ -9,6 +9,7 @@ the classes of the images.
 import logging
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -89,7 +90,7 @@ def open_table(
     table = Table(
         file, image_column=columns.image or None, caption_column=texts or None, need=need, others=None
     )
-    samples = TableSamples([table])
+    samples = TableSamples([table], most_rows=sys.maxsize)  # all judgments of an image count
     if samples.damage:
         raise DataError(f"dataset {name}: {samples.damage}")
     folders = {table.find_folder(row.path) for row in table if isinstance(row.path, str)} - {None}
@@ -278,6 +279,8 @@ def _add_labels(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int]
 
 def _parse_number(value: object) -> float | None:
     """Return a cell as a finite number; None if it is none."""
+    if "_" in str(value):  # Python's separator of digits
+        return None
     try:
         number = float(str(value))
     except ValueError:

@@ -270,3 +270,29 @@ def test_column_of_labels_may_be_that_of_queries(tmp_path: Path) -> None:
     dataset = open_products(folder).dataset
     assert dataset.captions is not None and dataset.labels is None
     assert {text for texts in dataset.captions for text in texts} == set(QUERIES)
+
+
+def test_all_judgments_of_an_image_count(tmp_path: Path) -> None:
+    rows = "".join(f"query {i},0,title,0.png,1\n" for i in range(150))
+    dataset = open_products(write_products(tmp_path / "shop", rows)).dataset
+    assert dataset.captions is not None
+    assert {f"query {i}" for i in range(150)} <= set(dataset.captions[0])
+
+
+def test_a_single_query_ranks_images_by_grade(model: CLIP, tmp_path: Path) -> None:
+    folder = write_products(tmp_path / "shop")
+    (folder / "pairs.csv").write_text("query,picture,score_linear\nred shoes,0.png,1\nred shoes,1.png,2\n")
+    (folder / "card.toml").write_text(CARD.replace("_nDCG@10", "_nDCG@1", 1))
+    target = open_products(folder)
+    images = Subject(Encoder(model), target.dataset).images().projected
+    text = Encoder(model).texts(["red shoes"]).cpu()
+    score = evaluate(model, str(folder))[0]
+    best = (images @ text.T).argmax().item()
+    assert score.metric == "text_to_image_nDCG@1" and score.n == 1
+    assert score.value == pytest.approx([1 / 2, 1][best] if best else 1 / 2)
+
+
+def test_grades_with_separators_of_python_are_no_numbers(tmp_path: Path) -> None:
+    folder = write_products(tmp_path / "shop", "a hat,5,title,5.png,1_0\n")
+    with pytest.raises(DataError, match="has score_linear '1_0': expected a number"):
+        open_products(folder)

@@ -139,3 +139,13 @@ def test_folders_with_underscores_have_ranks_and_numbers_have_none(tmp_path: Pat
     )
     with pytest.raises(DataError, match="class '0' has 1 part, but taxonomy has 4 ranks"):
         numbered.list_taxonomy(())
+
+
+def test_missing_ranks_are_refused_and_spaces_do_not_count(tmp_path: Path) -> None:
+    ranks = 'taxonomy = ["kingdom", "genus", "species"]\ntaxonomy_separator = ","'
+    card = CARD.replace('taxonomy = ["kingdom", "order", "genus", "species"]', ranks)
+    parsed = parse_card(card, name="birds", file="card.toml")
+    with pytest.raises(DataError, match="class 'A,,c' has no genus"):
+        parsed.list_taxonomy(["A,,c", "A,b,d"])
+    genus = parsed.list_taxonomy(["A, b, c", "A,b,d"])["genus"]
+    assert genus[0] == genus[1]

@@ -248,7 +248,7 @@ def usable_texts(value: object) -> list[str]:
     return [text.strip() for text in values if isinstance(text, str) and text.strip()]
 
 
-def check_captions(value: object) -> list[str]:
+def check_captions(value: object, *, most: int = MOST_CAPTIONS) -> list[str]:
     """Return the captions in a cell without blank ones, at least one; equal captions are kept."""
     values = value if isinstance(value, list) else [value]
     texts = [text for text in values if isinstance(text, str)]
@@ -257,8 +257,8 @@ def check_captions(value: object) -> list[str]:
     captions = usable_texts(value)
     if not captions:
         raise DataError("empty caption" if texts else "no caption")
-    if len(set(captions)) > MOST_CAPTIONS:
-        raise DataError(f"more than {MOST_CAPTIONS} captions")
+    if len(set(captions)) > most:
+        raise DataError(f"more than {most} captions")
     for caption in captions:
         if len(caption) > LONGEST_CAPTION:
             raise DataError(f"caption of more than {LONGEST_CAPTION:,} characters")
