@@ -408,9 +408,9 @@ class PixelsConfig(Section):
     section = "pixels."
     range: str | tuple[float, ...] | tuple[tuple[float, ...], ...] = setting(
         "auto",
-        "Values of 16-bit, 32-bit and float images that become black and white, such as 0,4095, or a list of such "
-        "pairs, one for each channel; dtype: the full range of 16 bits. auto: as in model.weights, else training "
-        "stops at such an image. `python -m data inspect` reports the values.",
+        "Values of 16-bit, 32-bit and float images that become black and white, such as 0,4095, or such a pair for "
+        "each channel, separated by semicolons: '0,255;0,4095;0,1000'; dtype: the full range of 16 bits. auto: as "
+        "in model.weights, else training stops at such an image. `python -m data inspect` suggests a range.",
     )
     channels: int = setting(
         3,
@@ -432,7 +432,7 @@ class PixelsConfig(Section):
     mean: tuple[float, ...] = setting(
         (),
         "Mean of each channel, from 0 to 1. Empty: that of model.weights, else CLIP's; further channels have the "
-        "mean of these.",
+        "mean of these. `python -m data inspect` suggests mean and std for other channels than RGB.",
     )
     std: tuple[float, ...] = setting((), "Standard deviation of each channel, as pixels.mean.", _WEIGHTS)
     extend: str = setting(
@@ -452,9 +452,13 @@ class PixelsConfig(Section):
         each = f"expected one for each of pixels.channels: {count}"
         is_list = isinstance(pixel_range, tuple) and isinstance(pixel_range[0], tuple)
         require(not is_list or len(pixel_range) == count, "pixels.range", self.range, each)
+        source = (
+            f"such as `python -m data inspect SOURCE pixels.channels={count}` suggests, or [], with which further "
+            "channels have the average of RGB's"
+        )
         for name in ("mean", "std"):
             values = getattr(self, name)
-            require(len(values) in (0, count), f"pixels.{name}", values, each)
+            require(len(values) in (0, count), f"pixels.{name}", values, f"{each}, {source}")
         if count != 3:
             rgb = "expected none, because pixels.channels is not 3"
             require(self.background in ("", "none"), "pixels.background", self.background, rgb)

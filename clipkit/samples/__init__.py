@@ -16,6 +16,7 @@ from clipkit.samples.decode import (
 from clipkit.samples.depth import (
     STRETCH,
     Bands,
+    PixelRange,
     PixelRangeError,
     are_integers,
     describe_depth,
@@ -121,7 +122,7 @@ __all__ = [
     "IMAGE_MEMBERS", "INDEX_VERSION", "MOST_ROWS", "NAMED_SUFFIXES", "NO_TRAITS", "ORIENTATION_TAG",
     "PILLOW_ERRORS", "SPLIT_NAMES", "SPLIT_WORDS", "STRETCH", "SUFFIXES", "Bands", "Color", "Decoding",
     "FolderSamples", "MissingSplit", "OpenOptions", "OpenShards", "ParquetSamples",
-    "PixelRangeError", "Row", "RowsByKey", "Samples", "Shard", "ShardIndex", "ShardSamples",
+    "PixelRange", "PixelRangeError", "Row", "RowsByKey", "Samples", "Shard", "ShardIndex", "ShardSamples",
     "Strings", "Table", "TableSamples", "TraitCounts", "Traits", "TruncatedError", "add_content_digest",
     "are_ids", "are_integers", "blend_onto", "check_captions", "color_of", "decode_image", "decode_jpeg",
     "decode_pixels", "decode_text", "describe_depth", "describe_unreadable", "digest_key", "files_below",

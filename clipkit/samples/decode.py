@@ -21,7 +21,7 @@ import re
 import struct
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
@@ -86,7 +86,8 @@ _MAX_COMMENTS = 1000  # in a plain-text PPM; Pillow copies up to a MiB for each
 _FORMATS = (
     "PNG", "JPEG", "WEBP", "GIF", "AVIF", "TIFF", "BMP", "DIB", "ICO", "JPEG2000", "PCX", "PPM", "QOI", "TGA",
 )  # fmt: skip
-_ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")  # further pages of a TIFF are often smaller copies
+_ANIMATED = ("GIF", "PNG", "WEBP", "AVIF")
+_MAX_PAGES = 1024  # of a TIFF that are counted
 _REFUSED_BY_SIMPLEJPEG = (ValueError, KeyError)  # KeyError for an unknown chroma subsampling
 _TEXT = (b"P1", b"P2", b"P3")  # plain-text PPM
 
@@ -161,13 +162,17 @@ def load_image(
         bands = read_beyond_pillow(content, rule)
         if bands is not None:
             pixels, clamped = bands.to_8_bits(rule.pixel_range, channels=rule.channels)
-            traits = Traits(clamped=clamped, frames=bands.several)
+            traits = Traits(
+                clamped=clamped, frames=bands.several, pages=bands.pages > 0, file_channels=bands.pages
+            )
             if rule.channels == 3:
                 return _from_array(pixels), traits
             return pixels, traits
         assert not isinstance(content, Bands)
         image = open_image(content)
         traits = _load(image)
+        if isinstance(content, bytes) and image.format == "TIFF" and getattr(image, "is_animated", False):
+            traits = _add_page_traits(traits, content)
         orientation = read_orientation(image) if rule.upright else 1
         background = rule.background if traits.transparent else None
         if is_deep(image) or rule.channels != 3:
@@ -221,6 +226,8 @@ def _load(image: "Image") -> Traits:
     deep_colors = has_deep_colors(image)
     several = image.format in _ANIMATED and getattr(image, "is_animated", False)
     cmyk = image.mode == "CMYK"
+    channels = samples_per_pixel(image)
+    extra_channels = image.mode != "P" and channels > len(image.getbands())
     image.load()
     return Traits(
         transparent=is_transparent(image),
@@ -228,7 +235,22 @@ def _load(image: "Image") -> Traits:
         deep_colors=deep_colors,
         frames=several,
         cmyk=cmyk,
+        extra_channels=extra_channels,
+        file_channels=channels if extra_channels else 0,
     )
+
+
+def _add_page_traits(traits: Traits, tiff: bytes) -> Traits:
+    """Add whether a TIFF has further pages that are not smaller than the first, which may be a copy."""
+    pages = []
+    with open_image(tiff) as image, suppress(*PILLOW_ERRORS):  # EOFError after the last page
+        for i in range(_MAX_PAGES):
+            image.seek(i)
+            pages.append((image.size, image.mode, samples_per_pixel(image)))
+    (width, height), mode, channels = pages[0]
+    if channels == 1 and mode != "P" and len(pages) > len({*pages}) == 1:
+        return traits._replace(pages=True, file_channels=len(pages))
+    return traits._replace(frames=any(size[0] * size[1] >= width * height for size, _, _ in pages[1:]))
 
 
 def _bands_of(image: "Image") -> Bands:

@@ -231,11 +231,13 @@ class Bands(NamedTuple):
         values: (H, W, B); values of uint8 are 8-bit channels already.
         white_zero: whether small values are white.
         several: whether the file has further frames, which are not used.
+        pages: number of pages of the file, if the first is used and each has its size and one channel; else 0.
     """
 
     values: "npt.NDArray[Any]"
     white_zero: bool = False
     several: bool = False
+    pages: int = 0
 
     def to_8_bits(self, pixel_range: PixelRange, *, channels: int) -> tuple["npt.NDArray[np.uint8]", bool]:
         """Map values linearly from the pixel range to 0–255.
@@ -263,9 +265,10 @@ class Bands(NamedTuple):
         if bands == 1 and values.dtype != np.uint8 and isinstance(pixel_range[0], tuple):
             result = len(pixel_range)
         if result != channels and (result, channels) != (1, 3):
+            total = self.pages or bands
             raise PixelRangeError(
-                f"image with {counted(bands, 'channel')}, and the model has {channels}: set pixels.channels = "
-                f"{bands} for a new model; `python -m data inspect` reports the channels of all images"
+                f"image with {counted(total, 'channel')}, and the model has {channels}: set pixels.channels = "
+                f"{total} for a new model; `python -m data inspect` reports the channels of all images"
             )
         if values.dtype != np.uint8:
             values, clamped = _scale(values, pixel_range)

@@ -279,8 +279,11 @@ def _read_tiff(data: bytes, channels: int) -> Bands:
             raise DataError(f"a TIFF of {values.dtype} is not an image: expected integers or floats")
         orientation = page.tags.get("Orientation")
         values = upright_array(values, 1 if orientation is None else int(orientation.value))
+        several = len(file.pages) > len(pages) and not file.pages[1].is_reduced
+        is_split = several and bands == 1 and all(other.shape == page.shape for other in file.pages)
         return Bands(
             values,
             white_zero=page.photometric == tifffile.PHOTOMETRIC.MINISWHITE,
-            several=len(file.pages) > len(pages) and not file.pages[1].is_reduced,
+            several=several and not is_split,
+            pages=len(file.pages) if is_split else 0,
         )

@@ -42,6 +42,9 @@ class Traits(NamedTuple):
         deep_colors: whether it has 16 bits per color, which Pillow reduces to 8.
         frames: whether it has several frames, of which the first is used.
         cmyk: whether its colors are CMYK, which are converted to RGB without a color profile.
+        pages: whether it has several pages of one size with one channel each, of which the first is used.
+        extra_channels: whether it has channels beyond gray, RGB and alpha, which are not used.
+        file_channels: with ``pages`` or ``extra_channels``, the number of channels of all pages; else 0.
     """
 
     transparent: bool = False
@@ -50,6 +53,9 @@ class Traits(NamedTuple):
     deep_colors: bool = False
     frames: bool = False
     cmyk: bool = False
+    pages: bool = False
+    extra_channels: bool = False
+    file_channels: int = 0
 
 
 NO_TRAITS = Traits()
@@ -99,7 +105,7 @@ class Decoding:
 
 @dataclass(kw_only=True, slots=True)
 class TraitCounts:
-    """Number of images with each trait."""
+    """Number of images with each trait, and the sum of ``file_channels``."""
 
     images: int = 0
     transparent: int = 0
@@ -108,6 +114,9 @@ class TraitCounts:
     deep_colors: int = 0
     frames: int = 0
     cmyk: int = 0
+    pages: int = 0
+    extra_channels: int = 0
+    file_channels: int = 0
 
     def add(self, *images: Traits) -> None:
         """Count images."""
@@ -123,7 +132,7 @@ class TraitCounts:
 
     @property
     def counts_by_trait(self) -> dict[str, int]:
-        """The number of images with each trait, by its name."""
+        """The number of images with each trait, by its name, and the sum of ``file_channels``."""
         return {name: getattr(self, name) for name in Traits._fields}
 
     def lines(self, decoding: Decoding, *, background: str, upright: str) -> dict[str, str]:
@@ -150,11 +159,21 @@ class TraitCounts:
                 f"{upright}"
             )
         pixel_range = format_pixel_range(decoding.pixel_range)
+        channels, rest = divmod(self.file_channels, max(1, self.pages + self.extra_channels))
+        number = "several" if rest else str(channels)
+        advice = ""
+        if not rest and channels != decoding.channels:
+            advice = (
+                f"; to use all as channels, train with pixels.channels={channels}, and add it to "
+                "`python -m data inspect`, which then reports the values of each"
+            )
         for name, loss in (
             ("clamped", f"values outside the pixel range {pixel_range}, which become black or white"),
             ("deep_colors", "16 bits per color, of which the upper 8 are used"),
             ("frames", "several frames, of which the first is used"),
             ("cmyk", "CMYK colors, which are converted to RGB without a color profile"),
+            ("pages", f"{number} pages, of which the first is used{advice}"),
+            ("extra_channels", f"{number} channels, of which only gray, colors and alpha are used{advice}"),
         ):
             count = getattr(self, name)
             if count:

@@ -200,6 +200,9 @@ class LoopState:
     deep_colors: int = 0  # images drawn with 16 bits per color
     frames: int = 0  # images drawn with several frames
     cmyk: int = 0  # images drawn with CMYK colors
+    pages: int = 0  # images drawn with several pages of one channel each
+    extra_channels: int = 0  # images drawn with channels that are not used
+    file_channels: int = 0  # sum of the channels of these images
     cut_captions: int = 0  # captions drawn that were longer than the context length
     without_group: int = 0  # samples drawn without a value of ``loss.same_field``
     skipped: int = 0  # updates skipped because the gradient was a spike

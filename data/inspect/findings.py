@@ -207,7 +207,7 @@ class DeepImages:
     Attributes:
         kinds: number of images per type of values, such as "16-bit".
         channels: the values of each channel.
-        settings: suggestion for ``pixels.channels`` and ``pixels.range``.
+        settings: suggestion for ``pixels.channels``, ``pixels.range``, ``pixels.mean`` and ``pixels.std``.
     """
 
     count: int

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from clipkit.files import check_page, counted, format_bytes, printable, templates, write_page
-from clipkit.samples import STRETCH, Decoding, color_of, format_pixel_range, parse_pixel_range
+from clipkit.samples import STRETCH, Decoding, color_of, parse_pixel_range
 from clipkit.samples.remote import shard_cache
 from data.augment import image_settings
 from data.inspect.findings import DeepImages, Findings, Histogram, Names, Place
@@ -24,8 +24,9 @@ _BROKEN_SHOWN = 10
 _LEFT_OUT_SHOWN = 8
 _CAUSES_SHOWN = 10
 _TRAITS = {
-    "rotated": "rotated by EXIF", "clamped": "outside the range", "deep_colors": "16 bits per color",
-    "frames": "several frames", "cmyk": "CMYK",
+    "transparent": "transparent", "rotated": "rotated by EXIF", "clamped": "outside the range",
+    "deep_colors": "16 bits per color", "frames": "several frames", "cmyk": "CMYK", "pages": "several pages",
+    "extra_channels": "unused channels",
 }  # fmt: skip
 _WIDTH = 80
 _LABEL = 21
@@ -224,11 +225,11 @@ def _image_rows(findings: Findings) -> list[Row]:
         Row(f"below {findings.image_size} pixels", [f"{small} on their shorter side; they are enlarged"]),
     ]
     for trait, places in images.traits_at.items():
-        if places:
+        if places and trait in _TRAITS:
             count = getattr(images.traits, trait)
             more = "; …" if count > len(places) else ""
             line = f"{_fraction(count, images.read)}, in {_join_places(places)}{more}"
-            rows.append(Row(_TRAITS.get(trait, trait), [line]))
+            rows.append(Row(_TRAITS[trait], [line]))
     rows += [_deep_row(deep, findings.decoding) for deep in images.deep]
     groups = [" = ".join(map(_format_place, group)) for group in images.same_groups]
     same = "none among the decoded images"
@@ -240,11 +241,8 @@ def _image_rows(findings: Findings) -> list[Row]:
 
 def _deep_row(deep: DeepImages, decoding: Decoding) -> Row:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in deep.kinds.items())
-    setting = f"set {deep.settings}"
-    if decoding.pixel_range != STRETCH:
-        setting = f"pixels.range={format_pixel_range(decoding.pixel_range)}"
     several = len(deep.channels) > 1
-    lines = [f"{kinds}; {setting}"]
+    lines = [f"{kinds}; {'set' if decoding.pixel_range == STRETCH else 'settings'}\n{deep.settings}"]
     for index, channel in enumerate(deep.channels, start=1):
         prefix = f"channel {index}: " if several else ""
         percentiles = ", ".join(f"{value:g}" for value in channel.percentiles)
@@ -339,7 +337,7 @@ def _image_notes(findings: Findings) -> Iterator[Note]:
         if channels not in (1, 3):
             what = f"{channels} channels"
         line = f"{deep.count:,} of {counted(images.read, 'image')} {have} {what}, at which training stops"
-        yield Note(f"{line}: set {deep.settings}", grave=True)
+        yield Note(f"{line}: set\n{deep.settings}", grave=True)
     lines = images.traits.lines(decoding, background="pixels.background=white", upright="pixels.upright=true")
     yield from map(Note, lines.values())
 
@@ -371,13 +369,21 @@ def print_table(findings: Findings) -> None:
                 print(indent.rstrip())
                 indent = " " * _LABEL
             for line in row.lines:
-                print(textwrap.fill(line, _WIDTH, initial_indent=indent, subsequent_indent=" " * _LABEL))
+                _print_filled(line, indent, " " * _LABEL)
                 indent = " " * _LABEL
         print()
     print(headline(findings))
     for note in notes(findings) or [Note("no problems found")]:
         mark = " ! " if note.grave else " · "
-        print(textwrap.fill(note.text, _WIDTH, initial_indent=mark, subsequent_indent="   "))
+        _print_filled(note.text, mark, "   ")
+
+
+def _print_filled(text: str, first: str, indent: str) -> None:
+    """Print text in lines of at most 80 columns; what follows a line break are settings to copy, in one line."""
+    words, _, settings = text.partition("\n")
+    print(textwrap.fill(words, _WIDTH, initial_indent=first, subsequent_indent=indent))
+    if settings:
+        print(indent + settings)
 
 
 def run_inspect(options: InspectOptions) -> int:

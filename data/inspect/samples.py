@@ -6,6 +6,7 @@ Shards that cannot be read are recorded, and the inspection continues.
 import hashlib
 import io
 import re
+import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +23,11 @@ from clipkit.files import CountProgress, counted
 from clipkit.model import END_OF_TEXT, MAX_CHARACTERS, open_core_pool, tokenize
 from clipkit.samples import (
     IMAGE_MEMBERS,
+    STRETCH,
+    Bands,
     Decoding,
     OpenShards,
+    PixelRange,
     Shard,
     ShardIndex,
     TraitCounts,
@@ -32,6 +36,7 @@ from clipkit.samples import (
     are_integers,
     decode_image,
     describe_depth,
+    format_pixel_range,
     gray_values,
     image_format,
     index_members,
@@ -41,6 +46,7 @@ from clipkit.samples import (
     list_tar_content,
     open_image,
     parse_fields,
+    parse_pixel_range,
     pillow_errors,
     read_beyond_pillow,
     stored_index,
@@ -326,13 +332,13 @@ class DeepValues:
     Attributes:
         kind: such as "16-bit" or "32-bit float".
         extrema: smallest and largest value of each channel.
-        sample: evenly spaced pixels, (N, C), for percentiles.
+        sample: evenly spaced pixels, (N, C), for percentiles and means.
     """
 
     kind: str
     is_integer: bool
     extrema: tuple[tuple[float, float], ...]
-    sample: npt.NDArray[np.float64]
+    sample: npt.NDArray[Any]
 
     @classmethod
     def of(cls, values: npt.NDArray[Any]) -> "DeepValues":
@@ -342,7 +348,7 @@ class DeepValues:
             kind=describe_depth(values),
             is_integer=are_integers(values),
             extrema=tuple(value_extrema(channel) for channel in pixels.T),
-            sample=pixels[:: max(1, len(pixels) // _VALUES)].astype(np.float64),
+            sample=pixels[:: max(1, len(pixels) // _VALUES)].copy(),
         )
 
 
@@ -552,9 +558,9 @@ def _describe(data: bytes, traits: Traits, decoding: Decoding) -> ImageInfo:
     )
 
 
-def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
-    """Summarize images with the same number of channels."""
-    pixels = np.concatenate([image.sample for image in images])  # (N, C)
+def summarize_deep(images: Sequence[DeepValues], pixel_range: PixelRange = STRETCH) -> DeepImages:
+    """Summarize images with the same number of channels, and suggest a range unless ``pixel_range`` is one."""
+    pixels = np.concatenate([image.sample.astype(np.float64) for image in images])  # (N, C)
     is_integer = all(image.is_integer for image in images)
     channels = []
     ranges = []
@@ -567,9 +573,18 @@ def summarize_deep(images: Sequence[DeepValues]) -> DeepImages:
         ranges.append(suggest_pixel_range(low, high, is_integer=is_integer))
     kinds = Counter(image.kind for image in images)
     settings = [] if len(channels) in (1, 3) else [f"pixels.channels={len(channels)}"]
+    if pixel_range == STRETCH:
+        pixel_range = parse_pixel_range(ranges[0] if len({*ranges}) == 1 else ";".join(ranges))
     if kinds.keys() != {"8-bit"}:
-        text = ranges[0] if len({*ranges}) == 1 else f"'{';'.join(ranges)}'"
-        settings.append(f"pixels.range={text}")
+        text = format_pixel_range(pixel_range)
+        settings.append(f"pixels.range={shlex.quote(text)}")
+    if len(channels) not in (1, 3):
+        samples = [
+            Bands(image.sample[None]).to_8_bits(pixel_range, channels=len(channels)) for image in images
+        ]
+        levels = np.concatenate([sample[0] for sample, _ in samples]) / 255  # (N, C)
+        for name, values in (("mean", levels.mean(axis=0)), ("std", levels.std(axis=0).clip(min=0.001))):
+            settings.append(f"pixels.{name}='[{','.join(f'{value:.4f}' for value in values)}]'")
     return DeepImages(
         count=len(images),
         kinds=dict(kinds.most_common()),
@@ -586,7 +601,7 @@ def group_equal(digests: Sequence[bytes]) -> list[list[int]]:
     return sorted((group for group in groups.values() if len(group) > 1), key=len, reverse=True)
 
 
-def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
+def summarize_images(samples: Sequence[Sample], image_size: int, pixel_range: PixelRange) -> Images:
     """Summarize decoded images."""
     images = [sample.image for sample in samples if sample.image is not None]
     places = [sample.place for sample in samples if sample.image is not None]
@@ -619,7 +634,7 @@ def summarize_images(samples: Sequence[Sample], image_size: int) -> Images:
         small=sum(min(image.width, image.height) < image_size for image in images),
         traits=traits,
         traits_at=traits_at,
-        deep=tuple(summarize_deep(deep[channels]) for channels in sorted(deep)),
+        deep=tuple(summarize_deep(deep[channels], pixel_range) for channels in sorted(deep)),
         same=sum(map(len, equal)),
         same_groups=tuple(groups),
     )

@@ -253,7 +253,7 @@ def inspect(
         captions=summarize_captions(texts, unknown),
         fields=fields.summarize_fields(),
         filtered=fields.summarize_filters(),
-        pictures=summarize_images(good, options.image_size),
+        pictures=summarize_images(good, options.image_size, decoding.pixel_range),
         held_out=held_out,
         sheet=tuple(checker.show(good[i * len(good) // sheet]) for i in range(sheet)),
         bad_shown=tuple(map(checker.show, pick_bad(decoded))),

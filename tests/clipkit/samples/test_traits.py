@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+import tifffile
 import torch
 from hypothesis import given, settings, strategies as st
 from PIL import Image, ImageOps
@@ -19,6 +20,7 @@ from PIL import Image, ImageOps
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
 from clipkit.samples.decode import decode_image, decode_pixels, jpeg_orientation, pillow_errors
+from clipkit.samples.depth import PixelRangeError
 from clipkit.samples.traits import (
     Color,
     Decoding,
@@ -324,6 +326,54 @@ def test_transparent_background_color_is_rejected(color: str) -> None:
 def test_invalid_color_raises_one_line_error(color: Any) -> None:
     with pytest.raises(ConfigError, match=rf"^{re.escape(f'background = {color!r}')} is not a color: .+$"):
         color_of(color)
+
+
+def tiff_of(*pages: npt.NDArray[Any], **options: Any) -> bytes:
+    file = io.BytesIO()
+    with tifffile.TiffWriter(file, byteorder=options.pop("byteorder", "<")) as writer:
+        for page in pages:
+            writer.write(page, **options)
+    return file.getvalue()
+
+
+@given(st.integers(2, 12), st.sampled_from(["uint8", "uint16", "float32"]), st.booleans())
+def test_pages_of_one_channel_are_counted(count: int, dtype: str, big: bool) -> None:
+    pages = [np.full((8, 9), value, dtype) for value in range(count)]
+    data = tiff_of(*pages, byteorder=">" if big else "<")
+    rule = Decoding(pixel_range=(0.0, 255.0))
+    traits = decode_pixels(data, rule).traits
+    assert traits == Traits(pages=True, file_channels=count)
+    counts = TraitCounts()
+    counts.add(traits, Traits(), traits)
+    line = counts.lines(rule, background="", upright="")["pages"]
+    assert line.startswith(f"2 of 3 images have {count} pages, of which the first is used")
+    assert (f"train with pixels.channels={count}," in line) == (count != 3)
+    with pytest.raises(PixelRangeError, match=f"image with {count} channels?, and the model has 13"):
+        decode_pixels(data, replace(rule, channels=13))
+    if count != 3:
+        pixels = decode_pixels(data, replace(rule, channels=count)).pixels
+        assert pixels[:, 0, 0].tolist() == [*range(count)]
+    counts.add(Traits(pages=True, file_channels=count + 1))
+    line = counts.lines(rule, background="", upright="")["pages"]
+    assert "have several pages" in line and "pixels.channels" not in line
+
+
+def test_other_pages_and_channels_beyond_rgb() -> None:
+    gray, small = np.zeros((8, 9), np.uint8), np.zeros((4, 4), np.uint8)
+    rgb = np.zeros((8, 9, 3), np.uint8)
+    assert decode_pixels(tiff_of(gray, small, small)).traits == Traits()
+    assert decode_pixels(tiff_of(gray, small, gray)).traits == Traits(frames=True)
+    assert decode_pixels(tiff_of(rgb, rgb, photometric="rgb")).traits == Traits(frames=True)
+    six = decode_pixels(tiff_of(np.zeros((8, 9, 6), np.uint8), photometric="rgb")).traits
+    assert six == Traits(extra_channels=True, file_channels=6)
+    near_infrared = tiff_of(np.zeros((8, 9, 4), np.uint8), photometric="rgb", extrasamples=["unspecified"])
+    assert decode_pixels(near_infrared).traits == Traits(extra_channels=True, file_channels=4)
+    counts = TraitCounts()
+    counts.add(six)
+    line = counts.lines(Decoding(), background="", upright="")["extra_channels"]
+    assert line.startswith("1 of 1 image has 6 channels") and "train with pixels.channels=6," in line
+    # a damaged second page does not make the first unreadable
+    assert decode_pixels(tiff_of(gray, gray)[:-30]).pixels.shape == (3, 8, 9)
 
 
 def test_unapplied_traits_are_reported() -> None:

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import threading
 import time
@@ -15,11 +16,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from clipkit.config import load_config
 from clipkit.errors import DataError, run_command
 from clipkit.samples.traits import Decoding
 from data.__main__ import main
 from data.augment import Augmentation
-from data.inspect.report import notes, render_page
+from data.inspect.report import notes, print_table, render_page
 from data.inspect.samples import token_counts
 from data.shards.samples import Shards, find_shards
 from tests.clipkit.deep_images import color_png
@@ -234,11 +236,13 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
     assert found.sampled.bad == 0 and len(found.sheet) == 8
     line = row(found, "images", "deep grayscale")
     assert re.fullmatch(
-        r"2 16-bit; set pixels.range=0,4095 \| values from \d to 3911; percentiles 1, 50 and 99: "
+        r"2 16-bit; set\npixels.range=0,4095 \| values from \d to 3911; percentiles 1, 50 and 99: "
         r"\d\d, 1[45]\d\d, 29\d\d(\.\d+)?",
         line,
     ), line
-    note = "2 of 8 images have more than 8 bits per channel, at which training stops: set pixels.range=0,4095"
+    note = (
+        "2 of 8 images have more than 8 bits per channel, at which training stops: set\npixels.range=0,4095"
+    )
     assert note in told(found)
     assert "16 bits per color" not in told(found)
     found = look([str(tmp_path)], decoding=Decoding(pixel_range=(0.0, 2000.0)))
@@ -246,10 +250,12 @@ def test_values_of_deep_images_and_the_setting_to_write(tmp_path: Path) -> None:
     assert "2 of 8 images have values outside the pixel range 0,2000, which become black or white" in told(
         found
     )
-    assert "2 16-bit; pixels.range=0,2000" in row(found, "images", "deep grayscale")
+    assert "2 16-bit; settings\npixels.range=0,2000" in row(found, "images", "deep grayscale")
 
 
-def test_values_of_multispectral_images_and_the_settings_to_write(tmp_path: Path) -> None:
+def test_values_of_multispectral_images_and_the_settings_to_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     values = np.random.default_rng(0).integers(0, 200, (40, 40, 12)).astype(np.uint16) + 1
     values[..., 11] *= 20
     write_tar(tmp_path / "0.tar", pairs(0, 4, images={1: bands_of(values), 2: bands_of(values)}))
@@ -257,9 +263,16 @@ def test_values_of_multispectral_images_and_the_settings_to_write(tmp_path: Path
     assert found.sampled.bad == 0 and len(found.sheet) == 4  # the first three channels are shown
     ranges = ";".join(["0,255"] * 11 + ["0,4095"])
     line = row(found, "images", "12 channels")
-    assert line.startswith(
-        f"2 16-bit; set pixels.channels=12 pixels.range='{ranges}' | channel 1: values from 1 to 200;"
-    )
+    start, settings = line.partition(" | ")[0].split("\n")
+    assert start == "2 16-bit; set" and " | channel 1: values from 1 to 200;" in line
+    print_table(found)
+    assert [shown.strip() for shown in capsys.readouterr().out.splitlines()].count(settings) == 2
+    arguments = shlex.split(settings)
+    assert arguments[:2] == ["pixels.channels=12", f"pixels.range={ranges}"]
+    pixels = load_config(Path("configs/quickstart.toml"), arguments).pixels
+    levels = values.reshape(-1, 12) / ([255] * 11 + [4095])
+    assert np.allclose(pixels.mean, levels.mean(axis=0), atol=0.003)
+    assert np.allclose(pixels.std, levels.std(axis=0), atol=0.003)
     assert "channel 12: values from 20 to 4000; percentiles 1, 50 and 99: " in line
     found = look([str(tmp_path)], decoding=Decoding(channels=12, pixel_range=((0.0, 4095.0),) * 12))
     assert found.sampled.bad == 2 and "3 channels, and the model has 12" in found.sampled.causes[0].cause
@@ -275,8 +288,11 @@ def test_channels_of_8_bit_arrays_and_the_setting_to_write(tmp_path: Path) -> No
     found = look([str(tmp_path)], image="npy")
     assert found.pictures.depths == {"8-bit, 5 channels": 6} and found.sampled.bad == 0
     lines = row(found, "images", "5 channels")
-    assert lines.startswith("6 8-bit; set pixels.channels=5 | channel 1: values from ")
-    note = "6 of 6 images have 5 channels, at which training stops: set pixels.channels=5"
+    assert (
+        lines.startswith("6 8-bit; set\npixels.channels=5 pixels.mean='[")
+        and " | channel 1: values from " in lines
+    )
+    note = "6 of 6 images have 5 channels, at which training stops: set\npixels.channels=5 pixels.mean="
     assert note in told(found)
     chosen = look([str(tmp_path)], image="npy", decoding=Decoding(channels=5))
     assert chosen.sampled.bad == 0 and len(chosen.sheet) == 6 and "training stops" not in told(chosen)
