@@ -318,8 +318,8 @@ def pack(
         else:
             lines = "".join(f"{name}\n" for name in report.classes)
             writer.extra_file_path("classes.txt").write_text(lines, "utf-8", "replace")
-            lines = [" ".join(name.replace("_", " ").split()) for name in class_names]
-            writer.finish(card, class_names=[json_value(line) for line in lines])
+            spaced = [" ".join(name.replace("_", " ").split()) for name in class_names]
+            writer.finish(card, class_names=[json_value(name) for name in spaced])
     return report
 
 
