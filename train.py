@@ -457,7 +457,11 @@ def main(arguments: Arguments) -> int:
             log.bad_samples.check(state)
         log.print_data_summary(context_length=shape.text.context_length)
         if stopped:
-            log.print_line(f"stopped and saved at step {step} of {config.steps}; the same command resumes")
+            is_trained = step == config.steps or scorer.best.is_exhausted
+            remaining = "scores and reports" if is_trained else "resumes"
+            log.print_line(
+                f"stopped and saved at step {step} of {config.steps}; the same command {remaining}"
+            )
         elif rank0:
             for line in (*scorer.best.describe(step, run), f"done: {build_report(run)}"):
                 log.print_line(line)

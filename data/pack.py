@@ -201,7 +201,8 @@ def pack(
     Args:
         source: a .csv, .tsv, .tab, .jsonl, .ndjson, .parquet or .pq file, several with the same columns, or a
             folder of images, whose captions are in a table in the folder, in files beside the images, or are the
-            names of its subfolders; these names are written to ``classes.txt``.
+            names of its subfolders; these names are written to ``classes.txt``, and labels for evaluation to
+            ``cls`` members and ``classnames.txt``.
         out: the folder to create; it must not exist, or be empty.
         options: paths in ``image_column`` are relative to the table's folder. ``max_side`` shrinks JPEG and WebP at
             quality 95, others as PNG. Without ``group``, each row becomes a sample; ``group_by`` also becomes a
@@ -229,6 +230,7 @@ def pack(
     caption_counts = Counter[int]()
     packed_rows = 0
     stored_fields: dict[str, str] = {}
+    class_names: list[str] = []  # by label
     with DatasetWriter(out, samples_per_shard=options.samples_per_shard) as writer, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Pillow's, on broken images, which are listed as bad rows
         listing = writer.extra_file_path("bad_rows.jsonl")
@@ -239,6 +241,12 @@ def pack(
                 samples = _open_part(part, options, progress=progress)
                 opened.append(samples)
                 names.assign(samples.others)
+                if class_names and samples.classes[0] not in ([], class_names):
+                    raise DataError(
+                        f"{part.path} has other classes than {parts[0].path}: write the names of all "
+                        f"into one file, {paths[0] / CLASS_NAMES}"
+                    )
+                class_names = class_names or samples.classes[0]
                 with CountProgress("packing", total=len(samples), shown=progress) as bar:
                     for i, outcome in _pack_in_order(samples, part.split, names, how, options.test):
                         rows = samples.rows(i)
@@ -305,10 +313,13 @@ def pack(
             "bad_rows": report.bad,
             "license": "unknown: that of the images",
         }
-        if classes:
+        if not classes:
+            writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
+        else:
             lines = "".join(f"{name}\n" for name in report.classes)
             writer.extra_file_path("classes.txt").write_text(lines, "utf-8", "replace")
-        writer.finish(card | ({"tasks": ["retrieval"]} if "test" in splits else {}))
+            spaced = [" ".join(name.replace("_", " ").split()) for name in class_names]
+            writer.finish(card, class_names=[json_value(name) for name in spaced])
     return report
 
 
@@ -430,6 +441,7 @@ def _pack_sample(
             image=image.data,
             extension=image.extension,
             caption=captions[0],
+            label=samples.label(i),
             meta=meta,
         ),
         captions=len(captions),
@@ -514,7 +526,8 @@ def make_meta(
     return meta
 
 
-_REVISION = 9  # of packed folders in the cache; increased when the same input is packed differently
+# of packed folders in the cache; increased when the samples for training of the same input are packed differently
+_REVISION = 9
 
 
 def pack_into_cache(sources: Sequence[Path] | Sequence[ShardFile], split: str = "") -> Path:

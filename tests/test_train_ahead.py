@@ -114,7 +114,7 @@ def test_signal_to_one_rank_in_the_last_step_stops_all(
 ) -> None:
     monkeypatch.setattr(trainings, "program", "tests/signalled_program.py")
     said = trainings.run_ranks(2, tmp_path / "run", "steps=3", status=128 + signal.SIGTERM)
-    assert "stopped and saved at step 3 of 3; the same command resumes" in said[0]
+    assert "stopped and saved at step 3 of 3; the same command scores and reports" in said[0]
     assert latest_step(tmp_path / "run") == 3
 
 

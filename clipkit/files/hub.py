@@ -149,7 +149,7 @@ def _convert_download_errors(source: str) -> Iterator[None]:
         raise ConfigError(
             f"{source} is not stored on this machine, and downloading it failed; check the network "
             "connection, or use other weights, such as a run folder (with train.py: model.weights=FOLDER "
-            f"model.name=NAME): {cause}"
+            f"model.name=NAME; model.weights= starts with random ones): {cause}"
         ) from error
 
 

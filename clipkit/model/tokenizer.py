@@ -316,7 +316,9 @@ class ClassTokenizer:
 
     @cached_property
     def _labels(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.names)}
+        labels = {name: i for i, name in enumerate(self.names)}
+        # names of folders with "_" are evaluated with spaces
+        return {name.replace("_", " "): i for name, i in labels.items()} | labels
 
     def store(self, folder: Path) -> Any:
         return _CLASSES
@@ -514,7 +516,7 @@ def open_trained_tokenizer(folder: str, context_length: int) -> TransformersToke
     path = Path(folder).expanduser()
     if not has_tokenizer(path):
         raise ConfigError(
-            f"{name}: no tokenizer there; python -m data tokenizer SOURCE --out FOLDER makes one"
+            f"{name}: no tokenizer there; python -m data tokenizer SOURCE --out {folder} makes one"
         )
     tokenizer = TransformersTokenizer(source=str(path.absolute()), context_length=context_length)
     if find_text_end(tokenizer) is None:

@@ -152,19 +152,25 @@ class FolderSamples(Samples):
         return f"{suffix} files"
 
     @cached_property
-    def class_names(self) -> dict[str, str]:
-        """Names of classes by subfolder; {} if subfolders are not classes."""
+    def classes(self) -> tuple[list[str], dict[str, int]]:
+        """Names of classes by label, and labels by subfolder; none if subfolders are not classes."""
         if not self._has_classes:
-            return {}
-        names = {subfolder: " ".join(subfolder.split()) for subfolder in self._subfolders}
-        listed = None
+            return [], {}
         if self._class_names_folder is not None:
             listed = read_class_names(self._class_names_folder, self._subfolders)
-        if listed is None:
-            self.check_no_caption_tables()
-            return names
-        lines, labels = listed
-        return {subfolder: " ".join(lines[label].split()) for subfolder, label in labels.items()}
+            if listed is not None:
+                return listed
+        self.check_no_caption_tables()
+        return self._subfolders, {name: label for label, name in enumerate(self._subfolders)}
+
+    @cached_property
+    def class_names(self) -> dict[str, str]:
+        """Names of classes by subfolder; {} if subfolders are not classes."""
+        names, labels = self.classes
+        return {subfolder: " ".join(names[label].split()) for subfolder, label in labels.items()}
+
+    def label(self, i: int) -> int | None:
+        return self.classes[1].get(self.subfolder(i))
 
     @cached_property
     def caption_file(self) -> Path | None:

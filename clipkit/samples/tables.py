@@ -190,7 +190,9 @@ class TableSamples(Samples):
         other_images: number of these rows whose image is not that of the first, with ``group_by``.
     """
 
-    class_names: Mapping[str, str] = {}  # as of ``FolderSamples``
+    # as of ``FolderSamples``
+    classes: tuple[list[str], dict[str, int]] = ([], {})
+    class_names: Mapping[str, str] = {}
 
     def __init__(
         self,
@@ -279,6 +281,9 @@ class TableSamples(Samples):
 
     def __len__(self) -> int:
         return self._count
+
+    def label(self, i: int) -> int | None:
+        return None
 
     def rows(self, i: int) -> list[Row]:
         """Return the rows of a sample, numbered from 1 in all tables; paths of images in a table are bytes."""

@@ -267,7 +267,8 @@ def require_labels(dataset: EvalDataset) -> Tensor:
     """Return the labels, (N,) int64 or (N, C) bool."""
     if dataset.labels is None:
         raise Unavailable(
-            f"split {dataset.split} of dataset {dataset.name} has no labels, which classification needs"
+            f"split {dataset.split} of dataset {dataset.name} has no labels, which classification needs; "
+            "packed again, a folder of images by class has them"
         )
     if not dataset.class_names:
         raise Unavailable(f"dataset {dataset.name} has no classnames.txt, which classification needs")

@@ -113,6 +113,44 @@ def test_training_leaves_out_the_same_images_as_evaluation(tmp_path: Path) -> No
     assert pack(pets, tmp_path / "captioned", progress=False).bad == {"no caption": 4}
 
 
+@pytest.mark.parametrize("names", ["", "sea lake\nforest\ncity\nannual_crop\n", "city\nforest\nforest\n"])
+@pytest.mark.parametrize("ids", [False, True])
+def test_packed_classes_are_those_of_the_folder(tmp_path: Path, names: str, ids: bool) -> None:
+    folders = ("annual_crop", "forest", "sea lake")
+    if ids:
+        folders = ("0", "1", "2")
+    elif names.startswith("city"):
+        folders = ("city", "forest", "FOREST")
+    crops, forests, lakes = folders
+    land = fill(
+        tmp_path / "land",
+        f"train/{crops}/1.png", f"train/{forests}/2.png", f"train/{lakes}/3.png",
+        f"test/{lakes}/4.png", f"test/{forests}/5.png",
+    )  # fmt: skip
+    if names:
+        (land / "classnames.txt").write_text(names)
+    pack(land, tmp_path / "packed", progress=False)
+    for split in ("train", "test"):
+        folder, packed = (open_dataset(source, split=split) for source in (land, tmp_path / "packed"))
+        assert packed.class_names == folder.class_names and packed.tasks == ("zero-shot",)
+        assert packed.labels is not None and folder.labels is not None
+        # the folder's images are sorted by label
+        assert sorted(packed.labels.tolist()) == folder.labels.tolist()
+        assert packed.captions is not None
+        for label, (caption,) in zip(packed.labels, packed.captions, strict=True):
+            assert packed.class_names[label] == caption.replace("_", " ")
+
+
+def test_splits_with_other_classes_are_not_packed(tmp_path: Path) -> None:
+    land = fill(tmp_path / "land", "train/1/1.png", "train/2/2.png", "test/1/3.png", "test/2/4.png")
+    for split, names in {"train": "city\nforest\n", "test": "forest\ncity\n"}.items():
+        (land / split / "classnames.txt").write_text(names)
+    with pytest.raises(
+        DataError, match=r"other classes than .*: write the names of all into one file, .*/land/class"
+    ):
+        pack(land, tmp_path / "packed", progress=False)
+
+
 def test_images_with_unusual_extensions_are_scored(tmp_path: Path) -> None:
     pets = fill(tmp_path / "pets", "cat/1.png", "cat/2.jpg_large", "cat/photo", "dog/3.jfif", "dog/4.JXL")
     found = open_dataset(pets)
