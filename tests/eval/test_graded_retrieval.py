@@ -287,7 +287,7 @@ def test_a_single_query_ranks_images_by_grade(model: CLIP, tmp_path: Path) -> No
     images = Subject(Encoder(model), target.dataset).images().projected
     text = Encoder(model).texts(["red shoes"]).cpu()
     score = evaluate(model, str(folder))[0]
-    best = (images @ text.T).argmax().item()
+    best = int((images @ text.T).argmax())
     assert score.metric == "text_to_image_nDCG@1" and score.n == 1
     assert score.value == pytest.approx([1 / 2, 1][best] if best else 1 / 2)
 
