@@ -340,7 +340,7 @@ _LABEL_METRICS = {
 }
 
 
-def _of_label(kind: str, label: str) -> Metric[Answers]:
+def _create_label_metric(kind: str, label: str) -> Metric[Answers]:
     """Return the area or the average precision of a single label."""
     estimate, statistic, chance = _LABEL_METRICS[kind]
 
@@ -664,7 +664,7 @@ def get_metric(name: str) -> Metric[Never] | None:
         )
     match = re.fullmatch(rf"({'|'.join(_LABEL_METRICS)})_of_(.+)", name, re.DOTALL)
     if match:
-        return _of_label(match[1], match[2])
+        return _create_label_metric(match[1], match[2])
     match = re.fullmatch(r"acc1_(.+)", name, re.DOTALL)
     if match:
         return _rank_accuracy(match[1])
