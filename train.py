@@ -65,6 +65,11 @@ class RunData:
     metrics: Mapping[str, Sequence[str]]
     best: BestScore
 
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Number of the first sample of each source."""
+        return self.shards.first_samples
+
     def describe(self, config: Config, *, resumed: bool) -> list[str]:
         """Describe the training data, as lines to print."""
         manifest = self.shards.manifest
@@ -274,8 +279,7 @@ def main(arguments: Arguments) -> int:
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, config.lock, after=after)
-        first = data.shards.first_samples
-        compute = TrainingStep.from_config(config, shape, model, first, bf16=bf16, averaged=averaged)
+        compute = TrainingStep.from_config(config, shape, model, data.starts, bf16=bf16, averaged=averaged)
         train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 
@@ -458,10 +462,7 @@ def main(arguments: Arguments) -> int:
         log.print_data_summary(context_length=shape.text.context_length)
         if stopped:
             is_trained = step == config.steps or scorer.best.is_exhausted
-            remaining = "scores and reports" if is_trained else "resumes"
-            log.print_line(
-                f"stopped and saved at step {step} of {config.steps}; the same command {remaining}"
-            )
+            log.print_line(stopping.describe_stop(step, config.steps, trained=is_trained))
         elif rank0:
             for line in (*scorer.best.describe(step, run), f"done: {build_report(run)}"):
                 log.print_line(line)

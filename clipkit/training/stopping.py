@@ -163,3 +163,9 @@ def end_with_launcher(parent: int, stop: StopRequest) -> None:
         except (OSError, KeyError, ValueError):
             pass  # reported when the ranks meet
     threading.Thread(target=watch, name="launcher", daemon=True).start()
+
+
+def describe_stop(step: int, steps: int, *, trained: bool) -> str:
+    """Describe a run that was stopped; ``trained``: only scores and the report remain."""
+    remaining = "scores and reports" if trained else "resumes"
+    return f"stopped and saved at step {step} of {steps}; the same command {remaining}"
