@@ -442,7 +442,9 @@ def test_offline_download_raises_one_line_error(source: str) -> None:
     ) as caught:
         clipkit.load(source)
     assert source in str(caught.value) and "\n" not in str(caught.value)
-    advice = "or use other weights, such as a run folder (with train.py: model.weights=FOLDER model.name=NAME; "
+    advice = (
+        "or use other weights, such as a run folder (with train.py: model.weights=FOLDER model.name=NAME; "
+    )
     assert f"{advice}model.weights= starts with random ones)" in str(caught.value)
 
 
