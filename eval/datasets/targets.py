@@ -309,7 +309,7 @@ def _open_folder(
 
 def _name_labels(metrics: Sequence[str], keys: Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Return metrics of single labels, such as "roc_auc_of_KEY", with the names that prompts have for the keys."""
-    name_by_key = dict(zip(keys, names, strict=True))
+    name_by_key = dict(zip(keys, names, strict=False))  # numbered classes have no keys
     named = []
     for metric in metrics:
         kind, of, label = metric.partition("_of_")
