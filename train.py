@@ -66,7 +66,7 @@ class RunData:
     best: BestScore
 
     @property
-    def starts(self) -> tuple[int, ...]:
+    def first_samples(self) -> tuple[int, ...]:
         """Number of the first sample of each source."""
         return self.shards.first_samples
 
@@ -279,7 +279,9 @@ def main(arguments: Arguments) -> int:
         averaged = ema.AveragedWeights(model, config.optim.average) if config.optim.average else None
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, config.lock, after=after)
-        compute = TrainingStep.from_config(config, shape, model, data.starts, bf16=bf16, averaged=averaged)
+        compute = TrainingStep.from_config(
+            config, shape, model, data.first_samples, bf16=bf16, averaged=averaged
+        )
         train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
 

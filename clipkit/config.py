@@ -177,7 +177,7 @@ class DataConfig(Section):
     )
     caption_split: str = setting(
         "",
-        "Regular expression of what separates several captions in one text, such as _medicat_; with "
+        "Regular expression that separates several captions in one text, such as _medicat_; with "
         "data.caption_choice=random or all.",
         Within(words="a regular expression without groups", holds=_is_separator),
     )

@@ -1,5 +1,6 @@
 """Captions of training samples, the fields of their json, and filters: conditions on fields and scores."""
 
+import hashlib
 import json
 import math
 import operator
@@ -191,7 +192,7 @@ class CaptionRule:
         weights: weight of each field, for "weighted".
         templates: strings in which ``{}`` is replaced by the caption; one is drawn for each use.
         prefix: text before the caption.
-        split: regular expression of what separates several captions in one text; "" for none.
+        split: regular expression that separates several captions in one text; "" for none.
         count: number of captions of a sample that are used at once, for "first" and "random".
         negatives: a json field with wrong captions of the image, a string or a list of strings; "" for none.
     """
@@ -357,7 +358,7 @@ class PairFields:
     def group(self, fields: Fields) -> str:
         """Return the value of ``same`` as text; empty if the sample has none."""
         value = value_at(fields, self.same)
-        if value in (None, [], {}) or value != value:  # NaN, which tables write for nothing
+        if value in (None, [], {}) or value != value:  # NaN is an empty cell of a table
             return ""
         return (value if isinstance(value, str) else json.dumps(value, sort_keys=True)).strip()
 
@@ -398,10 +399,16 @@ class PairFields:
 def drop_words(text: str, probability: float, random: np.random.Generator) -> str:
     """Leave out each word of a text with this probability, but not all; words are separated by white space."""
     words = text.split()
-    kept = random.random(len(words)) >= probability
-    if words and not kept.any():
-        kept[random.integers(len(words))] = True
-    return " ".join(word for word, keep in zip(words, kept, strict=True) if keep)
+    mask = random.random(len(words)) >= probability  # of the words that stay
+    if words and not mask.any():
+        mask[random.integers(len(words))] = True
+    return " ".join(word for word, stays in zip(words, mask, strict=True) if stays)
+
+
+def hash_text(text: str) -> int:
+    """Return 63 bits of a text, equal in every process."""
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def texts_at(fields: Fields, name: str) -> list[str]:

@@ -3,7 +3,6 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
-import hashlib
 import os
 import time
 import warnings
@@ -42,7 +41,7 @@ from data.augment import (
     random_of,
     training_pixels,
 )
-from data.captions import TEXT, drop_words
+from data.captions import TEXT, drop_words, hash_text
 from data.order import Order
 from data.shards.samples import Shards
 from data.shards.teacher import FoundRow, StoredFeatures
@@ -92,12 +91,7 @@ class BatchError(DataError):
 
 def caption_hash(caption: str) -> int:
     """Return 63 bits of a caption, equal in every process; white space and case are ignored."""
-    return _hash_text(" ".join(caption.casefold().split()))
-
-
-def _hash_text(text: str) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return hash_text(" ".join(caption.casefold().split()))
 
 
 def ids_and_identities(ids: npt.NDArray[np.int64], *columns: list[int]) -> tuple[Tensor, Tensor]:
@@ -446,7 +440,7 @@ class Loader:
             part.weights.append(weight)
         if fields.same:
             group = fields.group(sample.fields)
-            part.groups.append(_hash_text(group) if group else -1 - number)
+            part.groups.append(hash_text(group) if group else -1 - number)
         if features is not None:
             part.features.append(features)
 

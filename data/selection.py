@@ -30,6 +30,7 @@ from data.captions import (
     Filter,
     PairFields,
     find_value,
+    hash_text,
     json_members,
     parse_number,
 )
@@ -63,11 +64,6 @@ def _hash_to_fraction(shard: str, key: str, occurrence: int) -> float:
     sample = f"{shard}\0{key}\0{occurrence}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(sample, digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
-
-
-def _hash_value(value: object) -> int:
-    text = str(value).strip().encode("utf-8", "surrogatepass")  # equal for a number and its text
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +209,8 @@ class Selection:
             used_rows += [row] * len(numbers)
             caption_numbers += numbers
             if self.balance:
-                values += [_hash_value(find_value(fields, self.balance))] * len(numbers)
+                value = str(find_value(fields, self.balance)).strip()  # equal for a number and its text
+                values += [hash_text(value)] * len(numbers)
         separate = None
         if self.captions.choice == "all":
             separate = np.array(caption_numbers, dtype=np.uint16)

@@ -110,8 +110,9 @@ class BestScore:
         if self.step is not None:
             shown = f"{self.value:.2%}" if is_fraction(self.metric) else f"{self.value:.4g}"
             line = f"best {self.metric} on {self.dataset}: {shown} at step {self.step}"
-            kept = is_complete(run / "checkpoints" / f"step_{self.step:08d}")
-            lines.append(line if kept else f"{line}, of which there is no checkpoint")
+            if not is_complete(run / "checkpoints" / f"step_{self.step:08d}"):
+                line += ", of which there is no checkpoint"
+            lines.append(line)
         return lines
 
     def add(self, step: int, value: float, low: float | None, high: float | None) -> None:

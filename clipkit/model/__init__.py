@@ -37,6 +37,7 @@ from clipkit.model.tokenizer import (
     create_tokenizer,
     tokenize,
 )
+from clipkit.model.towers import combine_features
 from clipkit.model.zero_shot import (
     attach_class_head,
     encode_prompts,
@@ -51,8 +52,9 @@ __all__ = [
     "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
     "ImageArchitecture", "OpenClipText", "OpenClipVision", "Preprocess", "TextArchitecture", "TextTower",
     "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
-    "attention_blocks", "caption_likelihoods", "create_architecture", "create_tokenizer", "encode_all_tokens",
-    "encode_prompts", "eval_pixels", "evaluation_mode", "fill_template", "find_indistinguishable_classes",
+    "attention_blocks", "caption_likelihoods", "combine_features", "create_architecture", "create_tokenizer",
+    "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode", "fill_template",
+    "find_indistinguishable_classes",
     "generate_captions", "image_gflops", "image_representations", "keep_memory", "layer_count",
     "number_texts", "open_core_pool", "patch_grid", "pixels_and_traits", "reads_class_token", "run_parallel",
     "text_heatmaps", "tokenize", "watch_attention",

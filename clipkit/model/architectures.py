@@ -542,9 +542,11 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         from clipkit.model.towers import QuickGELU
 
         if self.positions != "learned":
-            raise ConfigError(f"positions = {self.positions!r} cannot hold learned ones: use 'learned'")
+            raise ConfigError(
+                f"positions = {self.positions!r}: the weights have learned positions, use 'learned'"
+            )
         if self.norms == "vit" and any(isinstance(layer, QuickGELU) for layer in module.modules()):
-            raise ConfigError("such ViTs have GELU: use an architecture without QuickGELU")
+            raise ConfigError("weights with norms = 'vit' need GELU: use an architecture without QuickGELU")
         weights, unused = convert_vit(tensors, module.state_dict(), pool=self.pool)
         module.load_state_dict(weights, strict=False)  # complete but for the head
         return preprocess, unused

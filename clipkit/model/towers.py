@@ -649,6 +649,14 @@ def normalize_halves(features: Tensor) -> Tensor:
     return F.normalize(at_least_float32(features).unflatten(-1, (2, -1)), dim=-1).flatten(-2)
 
 
+def combine_features(features: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Return the normalized weighted sum of features (…, O) of several fields, in at least float32."""
+    total = weights[0] * at_least_float32(features[0])
+    for field_features, weight in zip(features[1:], weights[1:], strict=True):
+        total = total + weight * at_least_float32(field_features)
+    return F.normalize(total, dim=-1)
+
+
 def average_grid(positions: Tensor) -> Tensor:
     """Project position embeddings (1 + side², width) to ViT's "2-D": a row's and a column's of half the width each.
 

@@ -23,7 +23,7 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import at_least_float32, copy_to_device, draw_patches, widest_dtype
+from clipkit.model.towers import combine_features, copy_to_device, draw_patches, widest_dtype
 from clipkit.model.zero_shot import evaluation_mode, zero_shot_classifier
 from clipkit.objectives import (
     Objective,
@@ -404,10 +404,7 @@ class Sides:
 def _combine(features: Tensor, fields: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     if len(weights) == 1:
         return features
-    total = weights[0] * at_least_float32(features)
-    for further, weight in zip(fields, weights[1:], strict=True):
-        total = total + weight * at_least_float32(further)
-    return F.normalize(total, dim=-1)
+    return combine_features([features, *fields], weights)
 
 
 def batch_loss(

@@ -268,7 +268,7 @@ def require_labels(dataset: EvalDataset) -> Tensor:
     if dataset.labels is None:
         raise Unavailable(
             f"split {dataset.split} of dataset {dataset.name} has no labels, which classification needs; "
-            "packed again, a folder of images by class has them"
+            "a folder of images by class gets them when it is packed again"
         )
     if not dataset.class_names:
         raise Unavailable(f"dataset {dataset.name} has no classnames.txt, which classification needs")

@@ -257,7 +257,7 @@ def _if_defined(
     """Return an area or a precision; None if no class has the images that it needs."""
     try:
         return estimate(scores, labels)
-    except DataError:
+    except classes.UndefinedMetric:
         return None
 
 

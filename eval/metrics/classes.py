@@ -31,6 +31,10 @@ from eval.metrics.intervals import (
 )
 
 
+class UndefinedMetric(DataError):
+    """A metric of images that lack what it needs, such as labels of both kinds."""
+
+
 def top_k_accuracy(ranks: Tensor, k: int = 1) -> Estimate:
     """Compute top-k accuracy; ``acc1`` and ``acc5`` in CLIP_benchmark, where ``topk`` orders ties arbitrarily.
 
@@ -524,7 +528,7 @@ def mean_average_precision(scores: Tensor, labels: Tensor) -> Estimate:
         labels: (N, C) bool, or 1, 0, and -1 where it is unknown: these images do not count for the class.
 
     Raises:
-        DataError: no class has a positive image.
+        UndefinedMetric: no class has a positive image.
     """
     return _estimate_mean_precision(scores, labels, interpolated=False)
 
@@ -556,23 +560,23 @@ def average_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool = F
 
 
 def mean_of_precisions(scores: Tensor, labels: Tensor, *, interpolated: bool) -> float:
-    """Return the mean of ``average_precisions`` over classes with positive images; DataError if there are none."""
+    """Return the mean of ``average_precisions`` over classes with positive images; UndefinedMetric without any."""
     precisions = average_precisions(scores, labels, interpolated=interpolated)
     if np.isnan(precisions).all():
-        raise DataError("average precision needs an image of at least one of the classes")
+        raise UndefinedMetric("average precision needs an image of at least one of the classes")
     return float(np.nanmean(precisions))
 
 
 def mean_average_precision_statistic(
     scores: Tensor, labels: Tensor, *, interpolated: bool = False
 ) -> Statistic:
-    """Return mAP, 11-point if interpolated, as a statistic of the drawn images; DataError as for mAP."""
+    """Return mAP, 11-point if interpolated, as a statistic of the drawn images; UndefinedMetric as for mAP."""
     statistics = _class_statistics(scores, labels, interpolated=interpolated)
     present = [
         statistic for statistic in statistics if not math.isnan(evaluate_statistic(statistic, len(scores)))
     ]
     if not present:
-        raise DataError("average precision needs an image of at least one of the classes")
+        raise UndefinedMetric("average precision needs an image of at least one of the classes")
     return _mean_statistic(present)
 
 
@@ -602,11 +606,11 @@ def _class_columns(scores: Tensor, labels: Tensor) -> Iterator[_ClassColumn]:
     if labels.dim() == 1:
         labels = torch.nn.functional.one_hot(labels, scores.shape[1])
     for score, label in zip(scores.T, labels.T, strict=True):
-        known = label >= 0
+        is_known = label >= 0
         rows: Ints | slice = slice(None)
-        if not known.all():
-            rows = known.nonzero()[:, 0].cpu().numpy()
-        yield _ClassColumn(rows=rows, scores=score[known], labels=label[known] > 0)
+        if not is_known.all():
+            rows = is_known.nonzero()[:, 0].cpu().numpy()
+        yield _ClassColumn(rows=rows, scores=score[is_known], labels=label[is_known] > 0)
 
 
 def _average_precision(score: Floats, label: Bools, *, interpolated: bool) -> Statistic:
@@ -652,7 +656,7 @@ def roc_auc(scores: Tensor, labels: Tensor) -> Estimate:
         labels: (N,) bool or 0 and 1.
 
     Raises:
-        DataError: all images are of one class.
+        UndefinedMetric: all images are of one class.
     """
     statistic = roc_auc_statistic(scores, labels)
     value = evaluate_statistic(statistic, len(labels))
@@ -671,10 +675,10 @@ def _area_trials(value: float, labels: Tensor) -> float:
 
 
 def roc_auc_statistic(scores: Tensor, labels: Tensor) -> Statistic:
-    """Return ``roc_auc`` as a statistic of the drawn images; DataError if all images are of one class."""
+    """Return ``roc_auc`` as a statistic of the drawn images; UndefinedMetric if all images are of one class."""
     label = labels.bool().cpu().numpy()
     if label.all() or not label.any():
-        raise DataError("ROC AUC needs images of both classes; all of these are of one")
+        raise UndefinedMetric("ROC AUC needs images of both classes; all of these are of one")
     score = _replace_nan(scores.cpu().numpy(), label)
     order = np.argsort(score, kind="stable")
     starts = np.unique(score[order], return_index=True)[1]
@@ -703,7 +707,7 @@ def roc_auc_macro(scores: Tensor, labels: Tensor) -> Estimate:
         labels: (N, C) as for ``mean_average_precision``, or (N,) int64.
 
     Raises:
-        DataError: no class counts.
+        UndefinedMetric: no class counts.
     """
     statistics = []
     trials = []
@@ -717,7 +721,7 @@ def roc_auc_macro(scores: Tensor, labels: Tensor) -> Estimate:
 
 
 def roc_auc_macro_statistic(scores: Tensor, labels: Tensor) -> Statistic:
-    """Return ``roc_auc_macro`` as a statistic of the drawn images; DataError if no class counts."""
+    """Return ``roc_auc_macro`` as a statistic of the drawn images; UndefinedMetric if no class counts."""
     return _mean_statistic([column.area() for column in _counted_classes(scores, labels)])
 
 
@@ -726,7 +730,7 @@ def _counted_classes(scores: Tensor, labels: Tensor) -> list[_ClassColumn]:
     columns = _class_columns(scores, labels)
     counted = [column for column in columns if column.labels.any() and not column.labels.all()]
     if not counted:
-        raise DataError("ROC AUC needs a class that some images have and some do not")
+        raise UndefinedMetric("ROC AUC needs a class that some images have and some do not")
     return counted
 
 
@@ -741,7 +745,7 @@ def roc_auc_one_vs_one(scores: Tensor, labels: Tensor) -> Estimate:
         labels: (N,) int64.
 
     Raises:
-        DataError: all images are of one class.
+        UndefinedMetric: all images are of one class.
     """
     statistic = roc_auc_one_vs_one_statistic(scores, labels)
     sizes = labels.unique(return_counts=True)[1].numpy()
@@ -750,10 +754,10 @@ def roc_auc_one_vs_one(scores: Tensor, labels: Tensor) -> Estimate:
 
 
 def roc_auc_one_vs_one_statistic(scores: Tensor, labels: Tensor) -> Statistic:
-    """Return ``roc_auc_one_vs_one`` as a statistic of the drawn images; DataError if all are of one class."""
+    """Return ``roc_auc_one_vs_one`` as a statistic of the drawn images; UndefinedMetric if all are of one class."""
     present = labels.unique().tolist()
     if len(present) < 2:
-        raise DataError("ROC AUC needs images of two classes; all of these are of one")
+        raise UndefinedMetric("ROC AUC needs images of two classes; all of these are of one")
     statistics = []
     for i, other in permutations(present, 2):
         rows = ((labels == i) | (labels == other)).nonzero()[:, 0]

@@ -7,7 +7,6 @@ the classes of the images.
 """
 
 import logging
-import math
 import re
 import sys
 from collections import Counter
@@ -41,7 +40,7 @@ from clipkit.samples import (
     read_split,
     usable_texts,
 )
-from data.captions import PairFields
+from data.captions import PairFields, parse_number
 from eval.datasets.card import OWN_CARD, Card, TableSource
 from eval.datasets.dataset import (
     DEFAULT_TEMPLATES,
@@ -186,9 +185,10 @@ def _add_grades(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int]
         by_caption: dict[str, float] = {}
         for row in samples.rows(i):
             cell = row.others.get(column)
-            grade = _parse_number(cell)
+            grade = parse_number(cell)
+            is_grade = grade is not None and 0 <= grade <= sys.float_info.max
             for caption in usable_texts(row.caption):
-                if grade is None or grade < 0 or by_caption.setdefault(caption, grade) != grade:
+                if grade is None or not is_grade or by_caption.setdefault(caption, grade) != grade:
                     shown = "" if cell is None else str(cell)[:40]
                     raise DataError(
                         f"dataset {dataset.name}: row {row.number:,} has {column} {shown!r}: expected a number of "
@@ -251,7 +251,7 @@ def _add_labels(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int]
             fields = samples.fields(sample)
             for j, key in enumerate(keys):
                 cell = fields.get(key)
-                number = _parse_number(float(cell) if isinstance(cell, bool) else cell)
+                number = parse_number(int(cell) if isinstance(cell, bool) else cell)
                 labels[i, j] = number == 1
                 unknown[i, j] = number not in (0, 1)
                 if number not in (0, 1, -1) and cell not in (None, ""):
@@ -275,17 +275,6 @@ def _add_labels(dataset: EvalDataset, samples: TableSamples, rows: Sequence[int]
         labels=labels,
         unknown=unknown if bool(unknown.any()) else None,
     )
-
-
-def _parse_number(value: object) -> float | None:
-    """Return a cell as a finite number; None if it is none."""
-    if "_" in str(value):  # Python's separator of digits
-        return None
-    try:
-        number = float(str(value))
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 # --------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from clipkit.files import counted
+from clipkit.model import combine_features
 from eval.datasets.dataset import require_captions
 from eval.metrics import METRICS, Direction, Metric, get_metric, judge_ranking, match_ranks
 from eval.results.details import retrieval_details
@@ -125,14 +126,14 @@ def _combine_fields(subject: Subject) -> Tensor:
     fields = subject.dataset.image_fields
     if not fields:
         return images.to(subject.device)
-    total = torch.zeros_like(images, device=subject.device)
-    for weight, texts in fields.values():
+    parts = []
+    for _, texts in fields.values():
         features = images.to(subject.device)
         if texts:
             distinct = {text: i for i, text in enumerate(dict.fromkeys(texts))}
             features = subject.texts(list(distinct))[[distinct[text] for text in texts]]
-        total += weight * features
-    return torch.nn.functional.normalize(total, dim=1)
+        parts.append(features)
+    return combine_features(parts, [weight for weight, _ in fields.values()])
 
 
 def _choose_metrics(

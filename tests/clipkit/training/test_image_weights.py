@@ -252,11 +252,15 @@ def test_weights_that_do_not_fit_own_vits_raise_one_line(
 
 def test_settings_that_no_vit_has_are_refused(tmp_path: Path) -> None:
     save_file(vit().state_dict(), tmp_path / "weights.safetensors")
-    with pytest.raises(ConfigError, match=r"shape\.positions = 'sincos_2d' cannot hold learned ones"):
+    with pytest.raises(
+        ConfigError, match=r"shape\.positions = 'sincos_2d': the weights have learned positions"
+    ):
         begin_vit(tmp_path / "weights.safetensors", positions="sincos_2d")
     model = ModelConfig(name="ViT-Ti-4-16-quickgelu", image_weights=str(tmp_path / "weights.safetensors"))
     config = Config(model=model, shape=ShapeConfig(**SIZES))
-    with pytest.raises(ConfigError, match="such ViTs have GELU: use an architecture without QuickGELU"):
+    with pytest.raises(
+        ConfigError, match=r"shape\.norms = 'vit' need GELU: use an architecture without QuickGELU"
+    ):
         first_model(config, select_shape(config))
     begin_vit(tmp_path / "weights.safetensors", pool="map")  # its attention starts with random weights
 
