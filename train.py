@@ -116,6 +116,7 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
         resample=config.data.resample,
         values=shards.manifest.values,
         cap=config.data.balance_by[1],
+        adjacent=config.data.adjacent,
     )
     metrics = {target.dataset.name: target.metrics for target in targets}
     best = BestScore.from_setting(config.checkpoint.best, datasets, patience=config.eval.patience)

@@ -245,6 +245,14 @@ class DataConfig(Section):
             holds=lambda value: not value or _BALANCE.fullmatch(value) is not None,
         ),
     )
+    adjacent: int = setting(
+        1,
+        "Samples with the same value of data.balance next to each other in each batch, such as the four pairs of a "
+        "group of KEEP; a divisor of batch_size and of the number in data.balance. In an epoch, a value has a "
+        "multiple of them, and repeats its samples if it has fewer.",
+        at_least(1),
+        needs="balance",
+    )
     last: str = setting(
         "drop",
         "Samples that do not fill a batch at the end of an epoch: drop them, or wrap them into the next epoch.",
@@ -363,6 +371,8 @@ class DataConfig(Section):
         if self.balance:
             again = "cannot be combined with data.balance, which draws each sample once in turn"
             require(not self.resample, "data.resample", self.resample, again)
+            divisor = f"expected a divisor of the number in data.balance = {self.balance}"
+            require(self.balance_by[1] % self.adjacent == 0, "data.adjacent", self.adjacent, divisor)
         both = self.nvjpeg and self.scaled_decode
         require(not both, "data.nvjpeg", True, "cannot be combined with data.scaled_decode")
 
@@ -1070,6 +1080,9 @@ class Config(Section):
         divides = self.batch_size % self.data.groups == 0
         divisor = f"expected a divisor of batch_size = {self.batch_size}"
         require(divides, "data.groups", self.data.groups, divisor)
+        rows = self.batch_size // self.data.groups
+        divisor = f"expected a divisor of batch_size / data.groups = {rows}"
+        require(rows % self.data.adjacent == 0, "data.adjacent", self.data.adjacent, divisor)
         kinds = import_attribute("clipkit.objectives:objective_sections")()
         assert self.objectives.keys() <= kinds.keys(), self.objectives
         sections = {name: self.objectives.get(name) or kind() for name, kind in kinds.items()}

@@ -11,7 +11,9 @@ start and after billions of samples.
 
 Only 64-bit integer arithmetic is used, so the order is the same on every machine and with all library versions.
 
-Letters: N positions or samples, S shards, G groups.
+With ``adjacent`` = K, runs of K samples with one value take the place of samples in all of this.
+
+Letters: N positions or samples, S shards, G groups, K samples of a run.
 """
 
 import math
@@ -29,7 +31,7 @@ from clipkit.files import MASK, STEP, mix, mix_array
 _ROUND_KEY = 0xBF58476D1CE4E5B9  # added to the key of a permutation in each round
 _ROUNDS = 8
 # purposes of random numbers; part of their key
-_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN, _TURN = range(7)
+_SHARDS, _SAMPLES, _BATCH, _WINDOW, _SLOT, _WITHIN, _TURN, _RUN = range(8)
 _KEPT_EPOCHS = 2  # for which the shard order is cached: a batch may span two
 
 Int64s = npt.NDArray[np.int64]
@@ -128,6 +130,8 @@ class Order:
         values: (N,) equal for samples that ``data.balance`` counts together; empty: do not balance.
         cap: most samples of a value in an epoch of its source; 0: equally many of each value, as many as they have
             on average.
+        adjacent: K, samples of a value next to each other in each batch; a divisor of ``cap`` and of the rows of
+            a group. A value has a multiple of K samples in an epoch.
     """
 
     def __init__(
@@ -144,6 +148,7 @@ class Order:
         resample: bool = False,
         values: UInt64s | None = None,
         cap: int = 0,
+        adjacent: int = 1,
     ) -> None:
         self.counts = np.asarray(counts, dtype=np.int64)
         parts = list(sources) if weights else [len(self.counts)]
@@ -155,7 +160,7 @@ class Order:
         if values is not None and len(values):
             assert len(values) == sample_ends[-1] and not resample
             for source, source_values in enumerate(np.split(values, sample_ends[:-1])):
-                self._balances.append(_Balance(source_values, cap, seed=key(seed, source)))
+                self._balances.append(_Balance(source_values, cap, adjacent, seed=key(seed, source)))
                 lengths[source] = self._balances[source].samples
         self.samples = sum(lengths)  # of an epoch
         if batch_size > self.samples:
@@ -167,8 +172,9 @@ class Order:
             raise ConfigError(f"data.weights has {len(weights)} weights for {len(sources)} sources")
         if not all(0 < weight < math.inf for weight in weights):
             raise ConfigError(f"data.weights = {list(weights)}: expected positive, finite numbers")
-        assert batch_size % groups == 0
+        assert batch_size % (groups * adjacent) == 0 and (adjacent == 1 or self._balances)
         self.seed = seed
+        self.adjacent = adjacent
         self.batch_size = batch_size
         self.groups = groups
         self.group_size = batch_size // groups
@@ -185,7 +191,7 @@ class Order:
             part = self.counts[first_shard : first_shard + shards]
             if not lengths[source]:
                 raise ConfigError(f"source {source + 1} of data.train has no usable sample: remove it")
-            if lengths[source] < groups:
+            if lengths[source] // adjacent < groups:
                 raise ConfigError(
                     f"source {source + 1} of data.train has only {lengths[source]} samples for "
                     f"data.groups = {groups}: remove it or set a smaller data.groups"
@@ -285,10 +291,11 @@ class Order:
 
     def _mix_sources(self, step: int, group: int, rows: Int64s) -> Draw:
         """Return some rows of a group, in which the sources are permuted; (N,) 0 ≤ row < group_size."""
-        sizes = np.full(len(rows), self.group_size)
+        sizes = np.full(len(rows), self.group_size // self.adjacent)
         keys = np.full(len(rows), key(self.seed, _BATCH, step * self.groups + group), dtype=np.uint64)
         # before the permutation, the samples of a source are contiguous in the group
-        positions = permuted(rows, sizes, keys)
+        runs, within = np.divmod(rows, self.adjacent)
+        positions = permuted(runs, sizes, keys) * self.adjacent + within
         ids = np.empty_like(positions)
         epochs = np.empty_like(positions)
         first = 0
@@ -304,7 +311,7 @@ class Order:
 
     def _count_drawn(self, step: int, group: int) -> list[int]:
         """Return the number of samples drawn by a group from each source before a step; never decreases."""
-        drawn = step * self.group_size
+        drawn = step * self.group_size // self.adjacent
         taken = []
         # One group rounds to nearest: rounding down would favor the last source. Several round at different
         # thresholds, so that a rare source is not drawn by all of them in the same step.
@@ -312,7 +319,7 @@ class Order:
         for fraction in self._fractions:
             taken.append(math.floor(drawn * fraction + threshold))
             drawn -= taken[-1]
-        return taken
+        return [runs * self.adjacent for runs in taken]
 
 
 class _Balance:
@@ -322,7 +329,9 @@ class _Balance:
     number, and an epoch has the next positions. So no sample is drawn again before all others of its value.
     """
 
-    def __init__(self, values: UInt64s, cap: int, *, seed: int) -> None:
+    def __init__(self, values: UInt64s, cap: int, adjacent: int, *, seed: int) -> None:
+        self.adjacent = adjacent
+        self._seed = seed
         names, self._codes, self.counts = np.unique(values, return_inverse=True, return_counts=True)
         firsts = np.cumsum(self.counts) - self.counts
         within = np.empty(len(values), dtype=np.int64)
@@ -335,17 +344,28 @@ class _Balance:
             self.drawn = np.minimum(self.counts, cap)
         else:
             self.drawn = np.full_like(self.counts, len(values) // max(1, len(names)))
+        self.drawn = np.maximum(self.drawn // adjacent, 1) * adjacent
         self.samples = int(self.drawn.sum())
 
     def draw_epoch(self, epoch: int) -> tuple[Int64s, Int64s]:
-        """Return the samples of an epoch, ascending, and how often each was drawn before."""
+        """Return the samples of an epoch, and how often each was drawn before.
+
+        They are ascending; with K > 1, in runs of K samples of a value, whose first samples are ascending.
+        """
         counts = self.counts[self._codes]
         drawn = self.drawn[self._codes]
         before = -((self._turns - epoch * drawn) // counts)
         times = -((self._turns - (epoch + 1) * drawn) // counts) - before
         samples = np.repeat(np.arange(len(times)), times)
         again = np.arange(len(samples)) - np.repeat(np.cumsum(times) - times, times)
-        return samples, np.repeat(before, times) + again
+        before = np.repeat(before, times) + again
+        if self.adjacent > 1:  # other runs in each epoch; draws of the same sample are far from each other
+            shuffled = hashed(key(self._seed, _RUN, epoch), samples)
+            runs = np.lexsort((shuffled, before, self._codes[samples])).reshape(-1, self.adjacent)
+            order = runs[np.argsort(samples[runs[:, 0]], kind="stable")].flatten()
+            samples = samples[order]
+            before = before[order]
+        return samples, before
 
     def describe(self) -> str:
         """Describe the numbers of values and samples in one line."""
@@ -364,11 +384,11 @@ class _Epoch(NamedTuple):
 
     Attributes:
         shards: (S,) shards in order.
-        cumulative: (S,) samples up to the end of each of them.
-        ends: samples up to the end of each window.
-        counts: (S,) samples of each shard.
-        starts: (S,) samples of the shards before it.
-        samples: the samples that are drawn, ascending; empty if each is drawn once.
+        cumulative: (S,) runs up to the end of each of them; a run belongs to the shard of its first sample.
+        ends: runs up to the end of each window.
+        counts: (S,) runs of each shard.
+        starts: (S,) runs of the shards before it.
+        samples: the samples that are drawn, as ``_Balance.draw_epoch`` returns them; empty if each is drawn once.
         before: how often each of them was drawn before.
     """
 
@@ -408,8 +428,9 @@ class _Source:
         self.balance = balance
         self.samples = int(counts.sum()) if balance is None else balance.samples
         self.starts = np.cumsum(counts) - counts
+        self.adjacent = 1 if balance is None else balance.adjacent
         # (G + 1,) where the part of each group in an epoch begins, and the end; may lie within a shard
-        self.borders = self.samples * np.arange(groups + 1) // groups
+        self.borders = self.samples // self.adjacent * np.arange(groups + 1) // groups * self.adjacent
         # (G,) samples that each group draws in an epoch
         self.lengths = np.minimum(np.diff(self.borders), most)
         self._recent: dict[int, _Epoch] = {}
@@ -422,7 +443,7 @@ class _Source:
         times = epochs.copy()
         for epoch in np.unique(epochs).tolist():
             here = epochs == epoch
-            epoch_positions = within[here]
+            epoch_positions = within[here] // np.int64(self.adjacent)
             shards, cumulative, ends, counts, starts, samples, before = self._order_epoch(epoch)
             window = np.searchsorted(ends, epoch_positions, side="right")
             start = np.where(window > 0, ends[window - 1], 0)
@@ -432,6 +453,7 @@ class _Source:
             shard = shards[slot]
             chosen = starts[shard] + mixed - (cumulative[slot] - counts[shard])
             if self.balance is not None:
+                chosen = chosen * self.adjacent + within[here] % self.adjacent
                 times[here] = before[chosen]
                 chosen = samples[chosen]
             ids[here] = chosen
@@ -451,14 +473,19 @@ class _Source:
         """Return the shards of the window at a position of a group's sequence, and the next position after it."""
         length = int(self.lengths[group])
         epoch, within = divmod(position, length)
-        shards, cumulative, ends, *_ = self._order_epoch(epoch)
+        shards, cumulative, ends, counts, starts, samples, _ = self._order_epoch(epoch)
         epoch_position = int(self.borders[group]) + within
-        window = int(np.searchsorted(ends, epoch_position, side="right"))
+        window = int(np.searchsorted(ends, epoch_position // self.adjacent, side="right"))
         start = ends[window - 1] if window else 0
         first = np.searchsorted(cumulative, start, side="right")
         last = np.searchsorted(cumulative, ends[window], side="left")
-        following = position + min(int(ends[window]) - epoch_position, length - within)
-        return (shards[first : last + 1] + self.first_shard).tolist(), following
+        following = position + min(int(ends[window]) * self.adjacent - epoch_position, length - within)
+        window_shards = shards[first : last + 1]
+        if self.adjacent > 1:  # samples of a run may be in any shard
+            runs = [np.arange(starts[shard], starts[shard] + counts[shard]) for shard in window_shards]
+            window_samples = samples.reshape(-1, self.adjacent)[np.concatenate(runs)]
+            window_shards = np.unique(np.searchsorted(self.starts, window_samples, side="right") - 1)
+        return (window_shards + self.first_shard).tolist(), following
 
     def _order_epoch(self, epoch: int) -> _Epoch:
         order = self._recent.pop(epoch, None)
@@ -468,15 +495,15 @@ class _Source:
             samples = before = np.zeros(0, dtype=np.int64)
             if self.balance is not None:
                 samples, before = self.balance.draw_epoch(epoch)
-                starts = np.searchsorted(samples, self.starts)
-                counts = np.diff(starts, append=self.samples)
+                starts = np.searchsorted(samples[:: self.adjacent], self.starts)
+                counts = np.diff(starts, append=self.samples // self.adjacent)
             drawn = hashed(key(self.seed, _SHARDS, epoch), np.arange(len(self.counts)))
             shards = np.argsort(drawn, kind="stable")
             cumulative = np.cumsum(counts[shards])
             last = np.arange(self.window - 1, len(shards) + self.window - 1, self.window)
             ends = cumulative[np.minimum(last, len(shards) - 1)]
             # a window also ends where the part of a group does
-            ends = np.sort(np.concatenate([ends, self.borders[1:-1]]))
+            ends = np.sort(np.concatenate([ends, self.borders[1:-1] // self.adjacent]))
             order = _Epoch(shards, cumulative, ends, counts, starts, samples, before)
         self._recent[epoch] = order  # the most recently used is last
         while len(self._recent) > _KEPT_EPOCHS:

@@ -382,7 +382,7 @@ def test_keep(forked: Forked, tmp_path: Path) -> None:
             "lock.image_until=1", "lock.text_until=1", "optim.min_lr=0",
         ),
         scores=[("zero-shot", "mean_per_class_recall"), ("zero-shot", "f1_weighted")],
-        fine=["12 samples"],
+        fine=["24 samples", "6 values, 0 capped, 6 repeated"],  # 12 pairs of 6 groups
     )  # fmt: skip
     run_recipe("keep", made, tmp_path, forked)
 

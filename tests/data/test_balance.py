@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings, strategies as st
 
-from clipkit.config import DataConfig
+from clipkit.config import DataConfig, load_config
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from data.__main__ import main
 from data.order import Order
@@ -118,6 +118,101 @@ def test_order_does_not_depend_on_ranks_or_earlier_steps(
         now, _ = order.shards_ahead(step)
         starts = np.cumsum([0, *counts])
         assert {int(np.searchsorted(starts, i, side="right")) - 1 for i in batch.ids} <= set(now)
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    data=st.data(),
+    seed=st.integers(0, 2**63),
+    adjacent=st.integers(2, 4),
+    runs=st.integers(0, 3),
+    groups=st.integers(1, 2),
+    weighted=st.booleans(),
+)
+def test_samples_of_a_value_are_adjacent(
+    data: st.DataObject, seed: int, adjacent: int, runs: int, groups: int, weighted: bool
+) -> None:
+    counts = data.draw(
+        st.lists(st.integers(0, 9), min_size=2, max_size=8).filter(
+            lambda counts: sum(counts[:2]) >= 9 and sum(counts[2:]) >= 9
+        )
+    )
+    values = np.random.default_rng(seed).integers(0, 4, sum(counts)).astype(np.uint64)
+    weights = (1.0, 2.0) if weighted else ()
+    size = groups * adjacent * 2
+    try:
+        order = Order(
+            counts, seed=seed, batch_size=size, window=2, groups=groups, wrap=True, sources=(2, len(counts) - 2),
+            weights=weights, values=values, cap=runs * adjacent, adjacent=adjacent,
+        )  # fmt: skip
+    except ConfigError:
+        assume(False)
+    starts = np.cumsum([0, *counts])
+    firsts = [0, int(starts[2]), int(starts[-1])] if weighted else [0, int(starts[-1])]
+    drawn: list[tuple[int, int]] = []
+    for step in range(3 * order.samples // size):
+        batch = order.batch(step)
+        for run in batch.ids.reshape(-1, adjacent):
+            assert len(set(values[run].tolist())) == 1
+            bounds = next(pair for pair in pairwise(firsts) if run[0] < pair[1])
+            if runs and np.count_nonzero(values[slice(*bounds)] == values[run[0]]) >= adjacent:
+                assert len(set(run.tolist())) == adjacent  # no sample twice
+        parts = [order.batch(step, rank=rank, world_size=3) for rank in range(3)]
+        assert np.array_equal(np.concatenate([part.ids for part in parts]), batch.ids)
+        assert np.array_equal(np.concatenate([part.epochs for part in parts]), batch.epochs)
+        now, _ = order.shards_ahead(step)
+        assert {int(np.searchsorted(starts, i, side="right")) - 1 for i in batch.ids} <= set(now)
+        drawn += zip(batch.ids.tolist(), batch.epochs.tolist(), strict=True)
+    assert len(set(drawn)) == len(drawn)  # each has its own augmentation
+    for source, (first, end) in enumerate(pairwise(firsts)):
+        seen = Counter(values[first:end].tolist())
+        equal = (end - first) // len(seen)
+        times: Counter[int] = Counter()
+        for epoch in range(2):
+            ids: list[int] = []
+            for group, length in enumerate(order._sources[source].lengths.tolist()):
+                positions = np.arange(epoch * length, (epoch + 1) * length)
+                ids += order._sources[source].take(np.full(length, group), positions).ids.tolist()
+            assert Counter(values[ids].tolist()) == {
+                value: max((min(count, runs * adjacent) if runs else equal) // adjacent, 1) * adjacent
+                for value, count in seen.items()
+            }
+            times.update(ids)
+        for value in seen:  # samples take turns
+            turns = [times[i] for i in range(first, end) if values[i] == value]
+            assert max(turns) - min(turns) <= 1
+
+
+def test_runs_differ_between_epochs_and_are_read_from_few_shards() -> None:
+    values = np.repeat(np.arange(50, dtype=np.uint64), 8)  # sorted by value
+    order = Order([40] * 10, seed=3, batch_size=16, window=2, values=values, cap=8, adjacent=4)
+    epochs = []
+    for epoch in range(2):
+        runs = [order.batch(step).ids.reshape(-1, 4) for step in range(epoch * 25, (epoch + 1) * 25)]
+        epochs.append({frozenset(run.tolist()) for run in np.concatenate(runs)})
+    assert len(epochs[0]) == len(epochs[1]) == 100 and len(epochs[0] & epochs[1]) < 20
+    assert max(len(order.shards_ahead(step)[0]) for step in range(25)) <= 4
+    assert order.describe_balance() == [
+        "50 values, 0 capped: 400 → 400 samples an epoch, 8 to 8 of each value"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.balance=", "data.adjacent = 4 has no effect unless data.balance is set"),
+        ("data.balance=a:6", "expected a divisor of the number in data.balance = a:6"),
+        ("data.groups=4", "data.adjacent = 4 is invalid: expected a divisor of batch_size / data.groups = 2"),
+    ],
+)  # fmt: skip
+def test_adjacent_samples_fit_the_batch_and_the_balance(setting: str, message: str) -> None:
+    arguments = ["batch_size=8", "data.adjacent=4", "data.balance=a:8"]
+    with pytest.raises(ConfigError) as caught:
+        load_config(
+            Path("/dev/null"), [argument for argument in arguments if argument[:9] != setting[:9]] + [setting]
+        )
+    assert message in str(caught.value)
+    assert load_config(Path("/dev/null"), arguments).data.adjacent == 4
 
 
 def test_epochs_state_how_often_a_sample_was_drawn() -> None:
