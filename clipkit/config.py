@@ -311,6 +311,12 @@ class DataConfig(Section):
     blur: float = setting(
         0.0, "Probability of a Gaussian blur with a standard deviation of 0.1 to 2 pixels.", between(0, 1)
     )
+    affine: float = setting(
+        0.0,
+        "Strength of random affine transformations (PLIP: 1): at 1, rotations by up to 10 degrees, shifts by up to "
+        "a tenth of the side, sizes of 0.8 to 1.2 and shears by up to 15 degrees; gray beyond the crop.",
+        between(0, 2),
+    )
     scaled_decode: bool = setting(
         False, "Decode large JPEGs at reduced size: faster; pixel values change by about 0.7 of 255."
     )

@@ -30,6 +30,15 @@ _MARGIN = 2  # minimum side of the crop after scaled decoding, in units of the o
 _JITTERED = 0.8  # fraction of images with changed colors
 _BLUR = (0.1, 2.0)  # standard deviation in pixels (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
 _HUE = 0.25  # of color_jitter, as a fraction of the color circle (Chen et al. 2020)
+_AFFINE = (
+    10.0,
+    0.1,
+    0.1,
+    0.2,
+    15.0,
+    15.0,
+)  # largest angle, shifts, change of size and shears at strength 1 (PLIP)
+_AFFINE_FILL = 127.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +55,7 @@ class Augmentation:
             images; the hue shifts by up to a quarter of it, as a fraction of the color circle.
         grayscale: probability of conversion to grayscale.
         blur: probability of a Gaussian blur.
+        affine: strength of random affine transformations, of images that are resized to the output.
         scaled_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size if the crop remains at least twice as large as
             the output. The crop is rounded to pixels of the smaller image, which moves it by at most a quarter of
             an output pixel. Values differ by 0.7 of 255 on average (bench/decode.py).
@@ -59,6 +69,7 @@ class Augmentation:
     color_jitter: float = DataConfig.color_jitter
     grayscale: float = DataConfig.grayscale
     blur: float = DataConfig.blur
+    affine: float = DataConfig.affine
     scaled_decode: bool = DataConfig.scaled_decode
 
     @classmethod
@@ -105,6 +116,8 @@ class Recipe:
         upside_down: whether to flip it vertically.
         turns: number of rotations by 90 degrees, counterclockwise.
         blur: standard deviation of the Gaussian in pixels; 0 for none.
+        affine: angle in degrees, shift to the right and down as fractions of the side, factor of the size, and
+            horizontal and vertical shear in degrees; None for no change.
     """
 
     box: _Box
@@ -114,6 +127,7 @@ class Recipe:
     upside_down: bool
     turns: int
     blur: float
+    affine: tuple[float, ...] | None
 
 
 def preload(augmentation: Augmentation) -> None:
@@ -122,7 +136,7 @@ def preload(augmentation: Augmentation) -> None:
     from PIL import Image
 
     Image.init()
-    if augmentation.color_jitter or augmentation.grayscale or augmentation.blur:
+    if augmentation.color_jitter or augmentation.grayscale or augmentation.blur or augmentation.affine:
         from torchvision.transforms.v2 import functional  # noqa: F401
 
 
@@ -212,8 +226,20 @@ def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.
     blur = 0.0
     if augmentation.blur and random.random() < augmentation.blur:
         blur = random.uniform(*_BLUR)
+    affine = None
+    if augmentation.affine:
+        limits = augmentation.affine * np.array(_AFFINE)
+        angle, right, down, size, *shears = random.uniform(-limits, limits).tolist()
+        affine = angle, right, down, 1 + size, *shears
     return Recipe(
-        box=box, mirrored=mirrored, colors=colors, gray=gray, upside_down=upside_down, turns=turns, blur=blur
+        box=box,
+        mirrored=mirrored,
+        colors=colors,
+        gray=gray,
+        upside_down=upside_down,
+        turns=turns,
+        blur=blur,
+        affine=affine,
     )
 
 
@@ -227,7 +253,7 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 
 
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
-    """Resize, flip, rotate, recolor and blur a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
+    """Resize, flip, rotate, distort, recolor and blur a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
     if crop.shape[1:] != out.shape:
         source = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
@@ -241,9 +267,15 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
         pixels = pixels.flip(-2)
     if recipe.turns:
         pixels = pixels.rot90(recipe.turns, (-2, -1))
-    if recipe.colors is not None or recipe.gray or recipe.blur:
-        from torchvision.transforms.v2 import functional
+    if recipe.colors is not None or recipe.gray or recipe.blur or recipe.affine:
+        from torchvision.transforms.v2 import InterpolationMode, functional
 
+        if recipe.affine is not None:
+            angle, right, down, size, *shears = recipe.affine
+            shifts = [round(shift * pixels.shape[-1]) for shift in (right, down)]
+            centered = pixels.float() - _AFFINE_FILL  # beyond the crop there are zeros
+            moved = functional.affine(centered, angle, shifts, size, shears, InterpolationMode.BILINEAR)
+            pixels = (moved + _AFFINE_FILL).round_().to(torch.uint8)
         if recipe.colors is not None:
             brightness, contrast, saturation, hue = recipe.colors
             pixels = functional.adjust_brightness(pixels, brightness)

@@ -208,6 +208,12 @@ COMMANDS = {
     ),
     "report": Command(options=ReportOptions, run="eval.report.command:run_report"),
     "compare": Command(options=CompareOptions, run="eval.compare:run_compare"),
+    "ensemble": Command(
+        summary="score the mean of several models' zero-shot predictions, such as of the best checkpoints of a run",
+        options=ScoreOptions,
+        without=_TASK_OPTIONS | {"task", "suite", "language", "skip_existing"},
+        run="eval.ensemble:run_ensemble",
+    ),
     "soup": Command(options=SoupOptions, run="eval.soup:run_soup"),
     "internals": Command(options=InternalsOptions, run="eval.internals:run_internals"),
     "list": Command(options=ListOptions, run="eval.datasets.catalog:run_list"),

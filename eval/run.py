@@ -167,7 +167,7 @@ def evaluate(
             "background": "background='white' in clipkit.load",
             "upright": "upright=True in clipkit.load",
         }
-        for line in _describe_traits(results, encoder.model, **settings):
+        for line in _describe_traits(results.counts, encoder.model, **settings):
             warnings.warn(line, stacklevel=2)
     return results.scores
 
@@ -428,10 +428,12 @@ def _skip_complete(jobs: Sequence[_Job], out: Path, ranks: Ranks, results: Resul
     return incomplete
 
 
-def _describe_traits(results: Results, model: CLIP, *, background: str, upright: str) -> Iterator[str]:
+def _describe_traits(
+    counts: Mapping[tuple[str, str], TraitCounts], model: CLIP, *, background: str, upright: str
+) -> Iterator[str]:
     """Yield a line for each trait of the scored images; the arguments are how to set the model's preprocessing."""
-    for (name, split), counts in results.counts.items():
-        lines = counts.lines(model.preprocess.decoding, background=background, upright=upright)
+    for (name, split), split_counts in counts.items():
+        lines = split_counts.lines(model.preprocess.decoding, background=background, upright=upright)
         for line in lines.values():
             yield printable(f"dataset {name}, split {split}: {line}")
 
@@ -600,6 +602,55 @@ def score_model(
     results: Results,
 ) -> None:
     """Load a model, score it, and print its scores; errors of datasets and tasks are added to the results."""
+    model = load_scored(source, options, device)
+    weights, step = weights_id(source.source)
+    ranks = current_ranks()
+    progress = Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty() or ranks.rank > 0,
+    )
+
+    def show_progress(dataset: EvalDataset) -> Callable[[int], None]:
+        bar = progress.add_task(dataset.name, total=len(dataset))
+        return lambda images: progress.advance(bar, images * ranks.world)
+
+    model_results = Results(errors=results.errors)
+    try:
+        with progress, tower_autocast(options, device):
+            run_model(
+                model,
+                targets,
+                out=source.out,
+                tasks=tasks,
+                options=options,
+                skip_existing=options.skip_existing,
+                store=feature_folder(options),
+                ranks=ranks,
+                batch_size=options.batch_size,
+                origin={"model": source.name, "weights": weights},
+                step=step,
+                show_progress=show_progress,
+                results=model_results,
+            )
+    finally:
+        results.scores += model_results.scores
+        results.existing += model_results.existing
+        if model_results.scores and ranks.rank == 0:
+            Console(highlight=False).print(score_table(model_results.scores))
+    if ranks.rank > 0:
+        return
+    print_traits(model_results.counts, model, options)
+    skipped = f", skipped {model_results.existing} existing" if options.skip_existing else ""
+    print(f"wrote {counted(len(model_results.scores), 'line')} to {source.out.absolute()}{skipped}")
+
+
+def load_scored(source: ModelSource, options: ScoringOptions, device: str) -> CLIP:
+    """Load a model with the preprocessing of the options, and check that its results can be written."""
     keep_memory()
     if source.source.startswith(TIMM):
         if options.dims:
@@ -615,64 +666,32 @@ def score_model(
         background=options.background, upright=options.upright, pixel_range=options.pixel_range
     )
     check_appendable(source.out)  # before anything is computed
-    weights, step = weights_id(source.source)
-    ranks = current_ranks()
-    store: Path | None = None
+    return model
+
+
+def feature_folder(options: ScoringOptions) -> Path | None:
+    """Return the folder in which features are stored; None to keep them in memory."""
     if options.features is None:
-        store = cache_folder() / "features"
-    elif options.features:
-        store = Path(options.features).expanduser()
-    progress = Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty() or ranks.rank > 0,
-    )
+        return cache_folder() / "features"
+    return Path(options.features).expanduser() if options.features else None
 
-    def show_progress(dataset: EvalDataset) -> Callable[[int], None]:
-        bar = progress.add_task(dataset.name, total=len(dataset))
-        return lambda images: progress.advance(bar, images * ranks.world)
 
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
-    autocast: AbstractContextManager[Any] = nullcontext()
-    if dtype is not torch.float32:
-        autocast = torch.autocast(torch.device(device).type, dtype)
-    model_results = Results(errors=results.errors)
-    try:
-        with progress, autocast:
-            run_model(
-                model,
-                targets,
-                out=source.out,
-                tasks=tasks,
-                options=options,
-                skip_existing=options.skip_existing,
-                store=store,
-                ranks=ranks,
-                batch_size=options.batch_size,
-                origin={"model": source.name, "weights": weights},
-                step=step,
-                show_progress=show_progress,
-                results=model_results,
-            )
-    finally:
-        results.scores += model_results.scores
-        results.existing += model_results.existing
-        if model_results.scores and ranks.rank == 0:
-            Console(highlight=False).print(score_table(model_results.scores))
-    if ranks.rank > 0:
-        return
+def tower_autocast(options: ScoringOptions, device: str) -> AbstractContextManager[Any]:
+    """Return the context in which towers compute in the dtype of the options."""
+    if options.precision == "fp32":
+        return nullcontext()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[options.precision]
+    return torch.autocast(torch.device(device).type, dtype)
+
+
+def print_traits(counts: Mapping[tuple[str, str], TraitCounts], model: CLIP, options: ScoringOptions) -> None:
+    """Print a line for each trait of the scored images, such as transparency, with the option that handles it."""
     settings = {
         "background": "--background white" if options.background is None else "",
         "upright": "--upright" if options.upright is None else "",
     }
-    for line in _describe_traits(model_results, model, **settings):
+    for line in _describe_traits(counts, model, **settings):
         print(line, file=sys.stderr)
-    skipped = f", skipped {model_results.existing} existing" if options.skip_existing else ""
-    print(f"wrote {counted(len(model_results.scores), 'line')} to {source.out.absolute()}{skipped}")
 
 
 def print_errors(errors: Sequence[ClipkitError]) -> None:

@@ -25,6 +25,7 @@ from tests.configs.recipes import (
     classes,
     csv,
     picture,
+    run_command,
     run_recipe,
     small_bert,
     small_clip,
@@ -466,6 +467,10 @@ def test_chexzero(forked: Forked, tmp_path: Path) -> None:
         picture(tmp_path / "CheXpert" / name, i)
         labels.append((name, *((i + j) % 2 for j in range(14))))
     csv(tmp_path / "CheXpert/test_labels.csv", ["Path", *findings], labels)
-    overrides = (*small_clip(tmp_path / "openai", "ViT-B-32-quickgelu"), "checkpoint.every_steps=0")
+    overrides = (*small_clip(tmp_path / "openai", "ViT-B-32-quickgelu"), "checkpoint.every_steps=1")
     made = Made(overrides=(*overrides, "batch_size=8"), scores=[("zero-shot", "roc_auc_macro")])
     run_recipe("chexzero", made, tmp_path, forked)
+    models = [f"--model runs/chexzero/checkpoints/step_0000000{step}" for step in (1, 2)]
+    run_command(f"python -m eval ensemble {' '.join(models)} --data CheXpert", made, tmp_path, forked)
+    (line, *_) = map(json.loads, (tmp_path / "results.jsonl").read_text().splitlines())
+    assert line["metric"] == "roc_auc_macro" and line["ensemble"].count("sha256:") == 2

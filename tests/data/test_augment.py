@@ -141,6 +141,7 @@ def test_disabled_options_draw_no_random_numbers() -> None:
             "color_jitter": 0.0,
             "grayscale": 0.0,
             "blur": 0.0,
+            "affine": 0.0,
         }
         assert torch.equal(plain, transform(image, seed, **none))
         assert torch.equal(plain.flip(-1), transform(image, seed, flip=1.0))  # the same crop, mirrored
@@ -211,11 +212,36 @@ def test_blurred_images_equal_torchvision_with_some_standard_deviation(image_siz
     assert blurred == 0 if image_size == 1 else 20 < blurred < 55
 
 
+def test_affine_images_equal_those_of_pillow() -> None:
+    photo = scene(48, 48)
+    drawn = []
+    for seed in range(100):
+        out = transform(photo, seed, image_size=48, crop_scale=1.0, affine=1.0)
+        assert torch.equal(out, transform(photo, seed, image_size=48, crop_scale=1.0, affine=1.0))
+        recipe = draw_recipe(48, 48, Augmentation(crop_scale=1.0, affine=1.0), random_of(seed))
+        assert recipe.affine is not None
+        drawn.append(recipe.affine)
+        angle, right, down, size, *shears = recipe.affine
+        expected = functional.affine(
+            Image.fromarray(photo), angle, [round(48 * right), round(48 * down)], size, shears,
+            InterpolationMode.BILINEAR, fill=127,
+        )  # fmt: skip
+        difference = (out.permute(1, 2, 0).int() - torch.from_numpy(np.array(expected)).int()).abs()
+        assert difference.float().mean() < 4  # Pillow does not interpolate at the border
+    low, high = np.min(drawn, axis=0), np.max(drawn, axis=0)
+    assert low == pytest.approx([-10, -0.1, -0.1, 0.8, -15, -15], rel=0.1)
+    assert high == pytest.approx([10, 0.1, 0.1, 1.2, 15, 15], rel=0.1)
+    gray = transform(np.full((20, 20, 3), 127, np.uint8), 0, affine=2.0)
+    assert (gray.int() - 127).abs().max() <= 1
+
+
 def test_geometric_changes_and_blur_work_for_any_number_of_channels() -> None:
     file = io.BytesIO()
     np.save(file, np.random.default_rng(0).integers(0, 256, (5, 32, 32), dtype=np.uint8))
     batch = empty_batch(2, 32, channels=5)
-    options = Augmentation(crop_scale=0.5, crop_aspect=2.0, vertical_flip=0.5, rotate90=0.5, blur=1.0)
+    options = Augmentation(
+        crop_scale=0.5, crop_aspect=2.0, vertical_flip=0.5, rotate90=0.5, blur=1.0, affine=0.5
+    )
     for target in batch:
         training_pixels(
             file.getvalue(),
@@ -251,6 +277,7 @@ def test_all_formats_are_decoded_as_by_decode_image() -> None:
         "color_jitter": 0.4,
         "grayscale": 0.3,
         "blur": 0.3,
+        "affine": 1.0,
     }
     for seed, name in enumerate(sorted(IMAGES.keys() - DEEP)):
         data = image_file(name)
