@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from clipkit import distributed, training
 from clipkit.config import Config, load_config, redact_settings, to_toml
-from clipkit.errors import ConfigError
+from clipkit.errors import ClipkitError, ConfigError
 from clipkit.model import CLIP
 from clipkit.model.architectures import Architecture
 from clipkit.objectives import select_terms
@@ -43,7 +43,22 @@ from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
 from data.loader import small_stages
 from data.shards.samples import Shards
-from eval import BestScore, EvalDataset, Members, Ranks, Scorer, check_image, find_targets, select_tasks
+from eval import (
+    BestScore,
+    EvalDataset,
+    FineTune,
+    Members,
+    Ranks,
+    Scorer,
+    Target,
+    check_image,
+    count_scored_steps,
+    find_guards,
+    find_targets,
+    format_verdict,
+    judge_fine_tune,
+    select_tasks,
+)
 from eval.report import build_report
 
 # The stages before the loop, in the order in which ``main`` calls them.
@@ -54,16 +69,30 @@ class RunData:
     """The data of a run: training samples, their order and former processing, and datasets to score on.
 
     Attributes:
-        metrics: the metrics of the card of each dataset, by its name.
+        targets: the datasets of ``eval.data``.
+        guards: those of ``eval.guard``, without the held-out pairs.
+        guard_notes: why some of these are missing.
         best: the score of ``checkpoint.best``, which has no value yet.
     """
 
     shards: Shards
     order: order.Order
     packed: training_data.Packed
-    datasets: Sequence[EvalDataset]
-    metrics: Mapping[str, Sequence[str]]
+    targets: Sequence[Target]
+    guards: Sequence[Target]
+    guard_notes: Sequence[str]
     best: BestScore
+
+    @property
+    def datasets(self) -> list[EvalDataset]:
+        """The datasets of ``eval.data``."""
+        return [target.dataset for target in self.targets]
+
+    @property
+    def held_out(self) -> Target:
+        """The dataset of ``checkpoint.best``, or the first of ``eval.data``."""
+        named = [target for target in self.targets if target.dataset.name == self.best.dataset]
+        return (named or self.targets)[0]
 
     @property
     def first_samples(self) -> tuple[int, ...]:
@@ -78,32 +107,22 @@ class RunData:
             samples += f", {left_out}"
         lines = [f"{samples}; {self.order.describe(config.steps, config.data.redacted_sources)}"]
         lines += [f"data.balance = {config.data.balance}: {line}" for line in self.order.describe_balance()]
+        lines += self.guard_notes
         if not resumed:
             lines += [*self.shards.notes, *self.packed.notes]
         return lines
 
 
-def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
-    """Open and check the data for training and evaluation; all ranks call this."""
-    rank0 = distributed.rank() == 0
-    broadcast = distributed.broadcast_bytes
-    recorded = checkpoint.manifest_file(Path(config.out))
+def open_samples(config: Config, recorded: Path | None, *, resumed: bool) -> tuple[Shards, order.Order]:
+    """Open the training samples and make their order, see ``open_training_data``; all ranks call this."""
     shards = training_data.open_training_data(
         config.data,
         recorded,
         same_field=config.loss.same_field,
-        rank0=rank0,
+        rank0=distributed.rank() == 0,
         resumed=resumed,
-        broadcast=broadcast,
+        broadcast=distributed.broadcast_bytes,
     )
-    packed = training_data.packed_images(
-        config.data, config.pixels, shards.manifest, rank0=rank0, broadcast=broadcast
-    )
-    members = Members(image=config.data.image, captions=config.data.captions, optional=True)
-    targets = find_targets(config.eval.data, members=members)
-    datasets = [target.dataset for target in targets]
-    for dataset in datasets:
-        select_tasks(dataset, classes=shape.text.classes)
     sample_order = order.Order(
         shards.counts,
         seed=config.seed,
@@ -118,10 +137,41 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
         cap=config.data.balance_by[1],
         adjacent=config.data.adjacent,
     )
-    metrics = {target.dataset.name: target.metrics for target in targets}
+    return shards, sample_order
+
+
+def count_epoch(config: Config) -> float:
+    """Return the number of steps in an epoch; all ranks call this."""
+    return open_samples(config, None, resumed=False)[1].steps_per_epoch
+
+
+def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
+    """Open and check the data for training and evaluation; all ranks call this."""
+    recorded = checkpoint.manifest_file(Path(config.out))
+    shards, sample_order = open_samples(config, recorded, resumed=resumed)
+    packed = training_data.packed_images(
+        config.data,
+        config.pixels,
+        shards.manifest,
+        rank0=distributed.rank() == 0,
+        broadcast=distributed.broadcast_bytes,
+    )
+    members = Members(image=config.data.image, captions=config.data.captions, optional=True)
+    targets = find_targets(config.eval.data, members=members)
+    datasets = [target.dataset for target in targets]
+    guards, errors = find_guards(config.eval.guard, members=members)
+    for dataset in (*datasets, *(guard.dataset for guard in guards)):
+        select_tasks(dataset, classes=shape.text.classes)
     best = BestScore.from_setting(config.checkpoint.best, datasets, patience=config.eval.patience)
+    held_out = best.dataset or next((dataset.name for dataset in datasets), "")
     return RunData(
-        shards=shards, order=sample_order, packed=packed, datasets=datasets, metrics=metrics, best=best
+        shards=shards,
+        order=sample_order,
+        packed=packed,
+        targets=targets,
+        guards=[guard for guard in guards if guard.dataset.name != held_out],
+        guard_notes=[f"note: eval.guard: {error}" for error in errors],
+        best=best,
     )
 
 
@@ -144,8 +194,8 @@ def build_model(
     else:
         model.preprocess = training_data.resumed_preprocess(model.preprocess, config.pixels)
     model.reset_constants()
-    for dataset in data.datasets:
-        check_image(dataset, 0, model.preprocess)
+    for target in (*data.targets, *data.guards):
+        check_image(target.dataset, 0, model.preprocess)
     build.lock(model, image=config.lock.image, text=config.lock.text, terms=select_terms(config))
     world = distributed.world_size()
     check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
@@ -224,7 +274,7 @@ def open_scorer(
         write_scores=log.write_scores,
         note_traits=log.note_traits,
         as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
-        metrics=data.metrics,
+        metrics={target.dataset.name: target.metrics for target in data.targets},
         best=distributed.gather_objects(data.best)[0],
     )
 
@@ -239,6 +289,68 @@ def scores_at_start(config: Config, step: int) -> bool:
     return training.is_due(step, config.eval.every_steps) or (step == 0 and from_elsewhere)
 
 
+def judge(
+    config: Config,
+    shape: Architecture,
+    data: RunData,
+    log: Log,
+    *,
+    step: int,
+    bf16: bool,
+    device: torch.device,
+) -> None:
+    """Compare a fine-tune with its start weights and print the verdict; rank 0 alone calls this."""
+    if not config.is_fine_tune or not (config.eval.guard or config.checkpoint.best):
+        return
+    run = Path(config.out)
+    log.print_line("comparing the checkpoints and interpolations with the start weights")
+    path = Path(config.model.weights).expanduser()
+    tune = FineTune(
+        run=run,
+        weights=config.model.weights,
+        architecture=config.model.name if path.is_file() else "",
+        load_start=partial(build.load_start_weights, config, shape),
+        last=checkpoint.step_folder(run, step),
+        best=checkpoint.best_checkpoint(run) if config.checkpoint.best else None,
+        checkpoints=count_scored_steps(run, data.best.dataset) if config.checkpoint.best else 1,
+    )
+    try:
+        with distributed.alone():
+            verdict = judge_fine_tune(
+                tune,
+                data.held_out,
+                data.guards,
+                metric=data.best.metric,
+                batch_size=config.eval.batch_size,
+                bf16=bf16,
+                device=device,
+            )
+    except ClipkitError as error:  # such as start weights that were moved since; the model is trained
+        log.print_line(f"no verdict: {error}")
+        return
+    for line in format_verdict(verdict):
+        log.print_line(line)
+
+
+def conclude(
+    config: Config,
+    shape: Architecture,
+    data: RunData,
+    best: BestScore,
+    log: Log,
+    *,
+    step: int,
+    bf16: bool,
+    device: torch.device,
+) -> None:
+    """Print the verdict and the best score of a complete run, and write its report; rank 0 alone calls this."""
+    run = Path(config.out)
+    judge(config, shape, data, log, step=step, bf16=bf16, device=device)
+    for line in best.describe(step, run):
+        log.print_line(line)
+    log.print_line(f"done: {build_report(run)}")
+
+
 def main(arguments: Arguments) -> int:
     # 1. This process among the others, and its device.
     stop = stopping.StopRequest()
@@ -248,7 +360,7 @@ def main(arguments: Arguments) -> int:
     rank0 = distributed.rank() == 0
 
     # 2. The configuration, which is immutable from here on.
-    config = load_config(Path(arguments.config), arguments.overrides)
+    config = load_config(Path(arguments.config), arguments.overrides, count_epoch=count_epoch)
     run = Path(config.out)
     if arguments.dry_run:
         lines = costs.dry_run(config, device, arguments.target)
@@ -467,8 +579,7 @@ def main(arguments: Arguments) -> int:
             is_trained = step == config.steps or scorer.best.is_exhausted
             log.print_line(stopping.describe_stop(step, config.steps, trained=is_trained))
         elif rank0:
-            for line in (*scorer.best.describe(step, run), f"done: {build_report(run)}"):
-                log.print_line(line)
+            conclude(config, shape, data, scorer.best, log, step=step, bf16=bf16, device=device)
     distributed.stop()
     return 128 + signal_number if stopped else 0
 

@@ -26,6 +26,11 @@ from data.shards.writer import DatasetWriter, Record
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "finetuning.json"
 LEARNED = 1000
+# the last step is evaluated, and the number of steps does not depend on the number of pairs
+LENGTH = (
+    "steps=400", "optim.warmup=40", "lock.unfreeze_every=10", "checkpoint.every_steps=100", "checkpoint.best=",
+    "eval.every_steps=0", "eval.patience=0", "eval.guard=[]",
+)  # fmt: skip
 OPTIONS: dict[str, tuple[str, ...]] = {
     "as it is": (),
     "all layers from the start": ("lock.unfreeze_every=0",),
@@ -104,10 +109,11 @@ def main() -> None:
         write_pairs(pairs)
         for i, (seed, name) in enumerate(product(given.seeds, given.options or OPTIONS)):
             out = Path(work) / str(i)
+            by_name = {setting.partition("=")[0]: setting for setting in (*LENGTH, *OPTIONS[name])}
             settings = [
-                f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "eval.every_steps=0", "data.workers=1",
+                f"data.train={pairs}", f'eval.data=["{pairs}", "glyphs"]', "data.workers=1",
                 f"model.weights={given.model}", "model.name=ViT-Ti-4-16", f"out={out}", f"seed={seed}",
-                *OPTIONS[name],
+                *by_name.values(),
             ]  # fmt: skip
             program = [sys.executable, str(ROOT / "train.py"), str(ROOT / "configs" / "finetune.toml")]
             subprocess.run([*program, *settings], cwd=ROOT, check=True)

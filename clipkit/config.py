@@ -15,13 +15,14 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import msgspec
 
 from clipkit.cli import Within, import_attribute, one_of, setting
-from clipkit.errors import ConfigError, nearest
+from clipkit.errors import ConfigError, DataError, nearest
 from clipkit.files.terminal import redact_secrets, redact_url
 from clipkit.model.architectures import TextArchitecture, list_choices, select_tower
 from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, check_names
@@ -954,8 +955,8 @@ class CheckpointConfig(Section):
     keep: int = setting(3, "Number of newest checkpoints to keep; 0: all.", at_least(0))
     best: str = setting(
         "",
-        "DATASET/METRIC, such as flickr8k/image_to_text_R@1: also keep the checkpoint with the best score on this "
-        'dataset of eval.data, which clipkit.load("RUN@best") loads.',
+        "DATASET/METRIC, such as flickr8k/mean_R@1, or METRIC on the first dataset of eval.data: also keep the "
+        'checkpoint with the best score on this dataset, which clipkit.load("RUN@best") loads.',
     )
     compare_every_steps: int = setting(
         100,
@@ -977,6 +978,14 @@ class EvalConfig(Section):
     )
     every_steps: int = setting(1000, "Steps between evaluations; 0: only at the end.", at_least(0))
     batch_size: int = setting(256, "Images encoded at a time on each rank.", between(1, MOST))
+    guard: tuple[str, ...] = setting(
+        (),
+        "Datasets or suites, such as builtin, that show what model.weights could do. At the end of the run, the "
+        "last and the best checkpoint and interpolations with model.weights are compared with model.weights on "
+        "these and on the held-out pairs (the dataset of checkpoint.best, or the first of eval.data): is one "
+        "better, and what was lost? Without guard sets this happens only if checkpoint.best is set. Rank 0 "
+        "computes it.",
+    )
     patience: int = setting(
         0,
         "Stop after this many evaluations in a row without a score of checkpoint.best above the 95% interval of an "
@@ -1016,7 +1025,13 @@ class Config(Section):
         "Seed for the initial weights, the data order and all other random numbers.",
         Within(words="0 to 2^63", holds=lambda value: 0 <= value < 2**63),
     )
-    steps: int = setting(10_000, "Number of updates; may be increased later.", at_least(1))
+    steps: int = setting(
+        10_000,
+        'Number of updates; may be increased later. "10 epochs" is converted by the number of pairs when training '
+        "starts, also in optim.warmup, optim.cooldown, lock.unfreeze_every, checkpoint.every_steps and "
+        "eval.every_steps.",
+        at_least(1),
+    )
     batch_size: int = setting(
         256,
         "Pairs per step, over all ranks.",
@@ -1095,11 +1110,11 @@ class Config(Section):
         object.__setattr__(self, "objectives", sections)
         self._check_captions()
         self._check_teacher()
-        dataset, _, metric = self.checkpoint.best.rpartition("/")
         if self.checkpoint.best:
-            named = bool(dataset and metric)
-            require(named, "checkpoint.best", self.checkpoint.best, "expected DATASET/METRIC")
             require_use("checkpoint.best", self.checkpoint.best, "eval.data", bool(self.eval.data))
+        if self.eval.guard:
+            require_use("eval.guard", self.eval.guard, "model.weights", self.is_fine_tune)
+            require_use("eval.guard", self.eval.guard, "eval.data", bool(self.eval.data))
         waits = not self.eval.patience or bool(self.checkpoint.best)
         require_use("eval.patience", self.eval.patience, "checkpoint.best", waits)
         if self.pixels.channels != 3:
@@ -1117,6 +1132,11 @@ class Config(Section):
         self._check_projections()
         import_attribute("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
         import_attribute("clipkit.objectives:check_objectives")(self)
+
+    @property
+    def is_fine_tune(self) -> bool:
+        """Whether the whole model starts with given weights."""
+        return bool(self.model.weights) and not self.model.new_head
 
     def _check_projections(self) -> None:
         sources = self.data.sources
@@ -1245,8 +1265,22 @@ RESUMABLE = {
 _SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .5 and 5., invalid in TOML
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Read a TOML file and apply ``dotted.key=value`` overrides."""
+# settings in steps that may be given in epochs, such as "10 epochs"; a configuration has numbers of steps
+IN_EPOCHS = (
+    "steps", "optim.warmup", "optim.cooldown", "lock.unfreeze_every", "checkpoint.every_steps", "eval.every_steps",
+)  # fmt: skip
+_EPOCHS = re.compile(r"([0-9]*\.?[0-9]+) epochs?", re.ASCII)
+
+
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, count_epoch: Callable[[Config], float] | None = None
+) -> Config:
+    """Read a TOML file and apply ``dotted.key=value`` overrides.
+
+    Args:
+        count_epoch: returns the number of steps in an epoch of the data of a configuration, in which settings in
+            epochs are 1; None if no setting may be given in epochs.
+    """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # with or without a BOM
     except OSError as error:
@@ -1256,7 +1290,11 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
         raise ConfigError(f"config {path} is not TOML: {error}") from error
     _apply_overrides(values, overrides)
     _rename_former_settings(values)
+    epochs = _take_epochs(values)
     config = _build_config(values)
+    if epochs:
+        _set_steps(values, epochs, partial(count_epoch, config) if count_epoch else None)
+        config = _build_config(values)
     if config.out:
         return config
     return replace(config, out=str(Path("runs") / path.stem))
@@ -1267,6 +1305,38 @@ RENAMED = {
     "data.background": "pixels.background", "data.upright": "pixels.upright", "data.pixel_range": "pixels.range",
     "pixels.weight": "image_gpt.weight", "pixels.fraction": "image_gpt.fraction", "pixels.after": "image_gpt.after",
 }  # fmt: skip
+
+
+def _take_epochs(values: dict[str, Any]) -> dict[str, float]:
+    """Return the settings that are given in epochs by name, and set them to 1 step."""
+    epochs = {}
+    for key in IN_EPOCHS:
+        section, _, name = key.rpartition(".")
+        settings = values.get(section) if section else values
+        if not isinstance(settings, dict):
+            continue
+        if match := _EPOCHS.fullmatch(str(settings.get(name))):
+            epochs[key] = float(match[1])
+            settings[name] = 1
+    return epochs
+
+
+def _set_steps(
+    values: dict[str, Any], epochs: Mapping[str, float], count_epoch: Callable[[], float] | None
+) -> None:
+    """Set the settings that are given in epochs to numbers of steps, at least 1 unless they are 0."""
+    name, count = next(iter(epochs.items()))
+    given = f"{name} = '{count:g} epochs'"
+    if count_epoch is None:
+        raise ConfigError(f"{given}: only train.py converts epochs to steps: set a number of steps")
+    try:
+        steps = count_epoch()
+    except DataError as error:
+        raise DataError(f"{error}; {given} depends on the number of pairs") from error
+    for key, count in epochs.items():
+        section, _, name = key.rpartition(".")
+        settings = values[section] if section else values
+        settings[name] = max(1, round(count * steps)) if count else 0
 
 
 def _rename_former_settings(values: dict[str, Any]) -> None:

@@ -245,6 +245,18 @@ class InterpolateOptions(NameOptions):
         default_text="0.5",
         listed=True,
     )
+    image_size: int = setting(
+        0,
+        "load all models at this image side, as with model.image_size in training",
+        integers(0, _MOST),
+        default_text="their own",
+    )
+    context_length: int = setting(
+        0,
+        "load all models at this text length, as with model.context_length",
+        integers(0, _MOST),
+        default_text="their own",
+    )
 
 
 COMMANDS = {

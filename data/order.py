@@ -265,6 +265,11 @@ class Order:
                 complete.append(drawn // int(source.lengths[group]))
         return min(complete)
 
+    @property
+    def steps_per_epoch(self) -> float:
+        """The number of steps in an epoch; not whole if the last samples are combined with those of the next."""
+        return self.batches_per_epoch if self.leaves_out else self.samples / self.batch_size
+
     def describe(self, steps: int, names: Sequence[str] = ()) -> str:
         """Describe the number of epochs in ``steps`` steps, and what happens to the last samples of an epoch."""
         drawn = np.sum([self._count_drawn(steps, group) for group in range(self.groups)], axis=0)

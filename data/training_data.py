@@ -33,7 +33,7 @@ _CARD_BYTES = 1 << 20
 
 def open_training_data(
     settings: DataConfig,
-    recorded: Path,
+    recorded: Path | None,
     *,
     same_field: str = "",
     rank0: bool,
@@ -44,7 +44,7 @@ def open_training_data(
 
     Args:
         settings: sources and selection of samples.
-        recorded: file in the run folder where rank 0 stores the manifest.
+        recorded: file in the run folder where rank 0 stores the manifest; None to store and compare nothing.
         same_field: the setting ``loss.same_field``.
         rank0: whether this is rank 0, which reads the indexes of the shards.
         resumed: whether the run has a checkpoint; the data must then equal the recorded data.
@@ -86,10 +86,10 @@ def open_training_data(
             except TruncatedError as error:
                 raise DataError(f"{error}, or set data.truncated=use to train on its intact part") from error
         reject_unknown_pair_fields([shard for source in sources for shard in source], selection, cache)
-        if not resumed:
+        if recorded is not None and not resumed:
             notes = check_drawn_captions(sources, selection, cache)
-        earlier = Manifest.load(recorded)
-        if earlier is not None and resumed:
+        earlier = None if recorded is None else Manifest.load(recorded)
+        if recorded is not None and earlier is not None and resumed:
             changes = manifest.changes_since(earlier)
             if changes:
                 raise other_data(recorded.parent, "; ".join(changes))
@@ -102,7 +102,8 @@ def open_training_data(
                     file=sys.stderr,
                 )
             manifest = manifest.copy_counts(earlier)
-        manifest.save(recorded)
+        if recorded is not None:
+            manifest.save(recorded)
         content = manifest.to_bytes()
     shared = Manifest.from_bytes(broadcast(content))
     assert shared is not None

@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eval.datasets.dataset import EvalDataset as EvalDataset
-    from eval.datasets.targets import find_targets as find_targets
+    from eval.datasets.targets import (
+        Target as Target,
+        find_guards as find_guards,
+        find_targets as find_targets,
+    )
     from eval.features.adapters import mteb_model as mteb_model
     from eval.features.encoder import Encoder as Encoder, Ranks as Ranks, check_image as check_image
     from eval.readers import open_dataset as open_dataset, open_datasets as open_datasets
@@ -26,22 +30,32 @@ if TYPE_CHECKING:
         weights_id as weights_id,
     )
     from eval.run import evaluate as evaluate, select_tasks as select_tasks
-    from eval.scorer import BestScore as BestScore, Scorer as Scorer
+    from eval.scorer import (
+        BestScore as BestScore,
+        Scorer as Scorer,
+        count_scored_steps as count_scored_steps,
+    )
     from eval.tasks import TASKS as TASKS
     from eval.tasks.subject import Subject as Subject
+    from eval.verdict import (
+        FineTune as FineTune,
+        format_verdict as format_verdict,
+        judge_fine_tune as judge_fine_tune,
+    )
 
 _MODULES = {
     "eval.datasets.dataset": ("EvalDataset",),
-    "eval.datasets.targets": ("find_targets",),
+    "eval.datasets.targets": ("Target", "find_guards", "find_targets"),
     "eval.features.encoder": ("Encoder", "Ranks", "check_image"),
     "eval.features.adapters": ("mteb_model",),
     "eval.readers": ("open_dataset", "open_datasets"),
     "eval.readers.shards": ("Members",),
     "eval.results.records": ("Score", "append_results", "provenance", "read_results", "weights_id"),
     "eval.run": ("evaluate", "select_tasks"),
-    "eval.scorer": ("BestScore", "Scorer"),
+    "eval.scorer": ("BestScore", "Scorer", "count_scored_steps"),
     "eval.tasks": ("TASKS",),
     "eval.tasks.subject": ("Subject",),
+    "eval.verdict": ("FineTune", "format_verdict", "judge_fine_tune"),
 }  # fmt: skip
 
 __all__ = sorted(chain.from_iterable(_MODULES.values()))

@@ -289,7 +289,7 @@ def _test_metrics(
 
 def _test_score(row: Record, other: Record, first: Details, second: Details) -> Difference | str:
     try:
-        test = _compare_items(row.metric, first, second)
+        test = compare_items(row.metric, first, second)
     except DataError as error:
         return f"{row.metric}: {error}"
     if test is None:
@@ -339,8 +339,8 @@ def _explain_different_items(first: Details, second: Details) -> str | None:
     return None if same else "the items in the details differ in order or labels"
 
 
-def _compare_items(name: str, first: Details, second: Details) -> Comparison | None:
-    """Test a metric item by item; None if the details lack the required values."""
+def compare_items(name: str, first: Details, second: Details, *, tests: int = 1) -> Comparison | None:
+    """Test a metric item by item, perhaps as one of several tests; None if the details lack the required values."""
 
     def align(values: Tensor, others: Tensor) -> Tensor:
         if len(values) != len(others) or not len(values):
@@ -349,19 +349,20 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
 
     if name in first.right and name in second.right:
         correct = first.right[name].tensor()
-        return compare_correct(correct, align(second.right[name].tensor(), correct))
+        return compare_correct(correct, align(second.right[name].tensor(), correct), tests=tests)
     metric = get_metric("mean_top1_top5" if name == "mean_of_top1_and_top5" else name)  # an older name
     labels = None if first.labels is None else _split_items(first.labels.tensor(), first.n)
     if name in first.values and name in second.values:
         flat = first.values[name].tensor()
         other_flat = align(second.values[name].tensor(), flat)
         if metric is None or metric.item_statistic is None:
-            return compare_means(flat, other_flat)
+            return compare_means(flat, other_flat, tests=tests)
         if labels is None and metric.kind in ("one-label", "multi-label"):
             return None
         statistic = metric.item_statistic(_split_items(flat, first.n), labels)
         other_statistic = metric.item_statistic(_split_items(other_flat, first.n), labels)
-        return compare_statistics(statistic, other_statistic, first.n, cost=len(flat) // first.n)
+        cost = len(flat) // first.n
+        return compare_statistics(statistic, other_statistic, first.n, cost=cost, tests=tests)
     if metric is None or metric.items is None or labels is None:
         return None
     if not {*metric.items_from} <= first.right.keys() & second.right.keys():
@@ -370,7 +371,7 @@ def _compare_items(name: str, first: Details, second: Details) -> Comparison | N
     for details in (first, second):
         right = {source: align(details.right[source].tensor(), labels) for source in metric.items_from}
         items.append(metric.items(right, labels))
-    return compare_means(*items)
+    return compare_means(*items, tests=tests)
 
 
 def _split_items(flat: Tensor, n: int) -> Tensor:

@@ -53,6 +53,7 @@ class BestScore:
         if not name:
             return cls(dataset="", metric="")
         names = [known.name for known in datasets]
+        dataset = dataset or names[0]
         if dataset not in names:
             raise ConfigError(
                 f"checkpoint.best = {name!r}: eval.data has no dataset {dataset!r}: {nearest(dataset, names)}"
@@ -126,6 +127,12 @@ class BestScore:
         if self.step is None or sign * value > sign * self.value:
             self.step = step
             self.value = value
+
+
+def count_scored_steps(run: Path, dataset: str) -> int:
+    """Return at how many steps after the start a training was scored on a dataset; at least 1."""
+    lines = read_results(run / "results.jsonl")
+    return max(1, len({line["step"] for line in lines if line["dataset"] == dataset and line["step"]}))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,13 +7,13 @@ memory for as many ranks as the file states GPUs; no GPU is used.
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from clipkit.config import Config, load_config
+from clipkit.config import Config, load_config as load_epochs
 from clipkit.errors import ConfigError
 from clipkit.training.build import shape_of
 from clipkit.training.costs import Estimate, estimate, workloads_of
@@ -32,6 +32,11 @@ FIELDS = ("data", "launch", "GPUs", "samples seen", "expected", "GPU-hours")
 GPUS_OF_NODE = 8  # as in configs/launch/slurm.sh
 FITS = 72 * 2**30  # of 80 GB; CUDA, NCCL and allocator fragmentation take the rest
 SLURM = "configs/launch/slurm.sh"
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Load a configuration; of those whose steps depend on the data, with an epoch of 40 steps."""
+    return load_epochs(path, overrides, count_epoch=lambda _: 40.0)
 
 
 def name_of(path: Path) -> str:

@@ -131,7 +131,7 @@ def test_two_ranks_stop_at_the_same_step(trainings: Trainings, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (("checkpoint.best=acc1",), "checkpoint.best = 'acc1' is invalid: expected DATASET/METRIC"),
+        (("checkpoint.best=acc2",), "checkpoint.best = 'acc2': unknown metric 'acc2': did you mean 'acc5'"),
         (("checkpoint.best=tram/acc1",), "eval.data has no dataset 'tram'"),
         (("checkpoint.best=train/acc2",), "unknown metric 'acc2': did you mean 'acc5'"),
         (

@@ -94,12 +94,19 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
             raise ConfigError(f"{name} has adapters: store and load it, which merges them")
 
 
-def load_interpolatable(sources: Sequence[str], *, name: str = "", device: str = "cpu") -> Iterator[CLIP]:
-    """Load models one by one; refuse those that cannot be interpolated with the first, and duplicates."""
+def load_interpolatable(
+    sources: Sequence[str],
+    *,
+    name: str = "",
+    device: str = "cpu",
+    image_size: int = 0,
+    context_length: int = 0,
+) -> Iterator[CLIP]:
+    """Load models one by one, see ``clipkit.load``; refuse those unlike the first, and duplicates."""
     first: CLIP | None = None
     sources_by_hash: dict[str, str] = {}
     for source in sources:
-        model = load(source, name=name, device=device)
+        model = load(source, name=name, device=device, image_size=image_size, context_length=context_length)
         if first is None:
             first = model
         _check_alike(first, model)
@@ -123,7 +130,9 @@ def run_interpolate(options: InterpolateOptions) -> int:
         folders = [out / f"alpha_{float(abs(alpha))!r}".removesuffix(".0") for alpha in alphas]
     for folder in folders:
         check_free(folder)
-    models = load_interpolatable(sources, name=options.name)
+    models = load_interpolatable(
+        sources, name=options.name, image_size=options.image_size, context_length=options.context_length
+    )
     first = next(models)
     origins, ground = [first.origin], first.preprocess
     print(first.origin)

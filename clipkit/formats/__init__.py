@@ -1,6 +1,7 @@
 """Read weights of all supported formats without executing code from files."""
 
 from clipkit.formats.checkpoint import (
+    best_checkpoint,
     check_free,
     is_complete,
     latest_checkpoint,
@@ -14,6 +15,6 @@ from clipkit.formats.checkpoint import (
 from clipkit.formats.open_clip import find_newest_epoch
 
 __all__ = [
-    "check_free", "find_newest_epoch", "is_complete", "latest_checkpoint", "model_hash", "parse_step",
-    "resolve_checkpoint", "save_model", "select_best", "serialize_architecture",
+    "best_checkpoint", "check_free", "find_newest_epoch", "is_complete", "latest_checkpoint", "model_hash",
+    "parse_step", "resolve_checkpoint", "save_model", "select_best", "serialize_architecture",
 ]  # fmt: skip

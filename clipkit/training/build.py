@@ -209,11 +209,9 @@ def first_model(
                 ["a"]
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights and not model.new_head:
-        first = _load_weights(model, context_length=model.context_length)
-        if _lacks_channels(first, shape):
-            if adapted:
-                raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
-            first.extend_channels(shape.vision.channels, extend=extend)
+        first = load_start_weights(
+            config, shape, image_size=model.image_size, context_length=model.context_length
+        )
         if adapted:
             path = Path(model.weights).expanduser()
             source = str(path.resolve()) if path.exists() else model.weights
@@ -332,9 +330,21 @@ def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
     return first.architecture.vision.channels == 3 != shape.vision.channels
 
 
-def _load_weights(model: ModelConfig, context_length: int = 0) -> CLIP:
+def load_start_weights(
+    config: Config, shape: Architecture, *, image_size: int = 0, context_length: int = 0
+) -> CLIP:
+    """Load ``model.weights`` with all channels of the architecture that the run trains; 0 for the stored sizes."""
+    first = _load_weights(config.model, image_size, context_length)
+    if _lacks_channels(first, shape):
+        if config.lora.rank:
+            raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
+        first.extend_channels(shape.vision.channels, extend=config.pixels.extend)
+    return first
+
+
+def _load_weights(model: ModelConfig, image_size: int, context_length: int = 0) -> CLIP:
     """Load ``model.weights``; a file without an architecture is of ``model.name``."""
-    load_as = partial(load, model.weights, image_size=model.image_size, context_length=context_length)
+    load_as = partial(load, model.weights, image_size=image_size, context_length=context_length)
     try:
         return load_as()
     except UnnamedArchitecture:
@@ -342,7 +352,7 @@ def _load_weights(model: ModelConfig, context_length: int = 0) -> CLIP:
 
 
 def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
-    source = _load_weights(model)
+    source = _load_weights(model, model.image_size)
     if _lacks_channels(source, first.architecture):
         source.extend_channels(first.architecture.vision.channels, extend=extend)
     architecture = first.architecture

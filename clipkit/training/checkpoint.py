@@ -328,6 +328,11 @@ def restore_optimizer(
         optimizer.state[parameter] = restored
 
 
+def step_folder(run: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return run / "checkpoints" / f"step_{step:08d}"
+
+
 Files = dict[str, dict[str, Tensor]]  # tensors of each file
 
 
@@ -506,7 +511,7 @@ class CheckpointWriter:
         self._thread.shutdown()
 
     def _folder(self, step: int) -> Path:
-        return self._root / f"step_{step:08d}"
+        return step_folder(self._run, step)
 
     def _temporary(self) -> Path:
         return self._root / f".step_{self._step:08d}.partial"
@@ -603,7 +608,7 @@ def save_checkpoint(
         writer.finish()
     finally:
         writer.close()
-    return run / "checkpoints" / f"step_{state.step:08d}"
+    return step_folder(run, state.step)
 
 
 def load_training(

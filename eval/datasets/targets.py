@@ -19,6 +19,7 @@ from eval.datasets.card import (
     load_card,
     load_suite,
     read_card,
+    suite_names,
 )
 from eval.datasets.dataset import DEFAULT_TEMPLATES, TEST, EvalDataset, list_some
 from eval.readers import OpenOptions, open_dataset, open_each
@@ -166,6 +167,18 @@ def open_suites(
             else:
                 targets.setdefault(card.name, target)
     return list(targets.values()), unite_errors(errors, root)
+
+
+def find_guards(
+    names: Sequence[str], *, members: Members | None = None
+) -> tuple[list[Target], list[DataError]]:
+    """Open the datasets and suites of ``eval.guard``; those of suites that are missing are returned as errors."""
+    suites = [name for name in names if name in suite_names()]
+    targets, errors = open_suites(suites)
+    targets += find_targets([name for name in names if name not in suites], members=members)
+    if names and not targets:
+        raise errors[0]
+    return list({target.dataset.name: target for target in targets}.values()), errors
 
 
 def unite_errors(errors: Sequence[tuple[str, DataError]], root: Root) -> list[DataError]:

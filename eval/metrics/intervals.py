@@ -25,7 +25,7 @@ Bools = npt.NDArray[np.bool_]
 # (R, N) how often each item was drawn → (R,); NaN where the metric is undefined
 Statistic = Callable[[Ints], Floats]
 
-_Z95 = NormalDist().inv_cdf(0.975)
+_TAIL = 0.025  # on each side of a 95% interval
 _RESAMPLES = 1000
 _PAIRED_RESAMPLES = 10_000  # the smallest p-value of a paired bootstrap is 2 / 10,001
 _FEWEST = 100
@@ -133,7 +133,11 @@ def estimate_mean(values: Tensor | Floats) -> Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The second model's metric minus the first's on the same ``n`` items: 95% interval and two-sided p-value."""
+    """The second model's metric minus the first's on the same ``n`` items: 95% interval and two-sided p-value.
+
+    The interval of one of several ``tests`` is wider: with a probability of at least 95%, all of them contain their
+    differences (Bonferroni), whichever is looked at. The p-value is of one test.
+    """
 
     difference: float
     low: float
@@ -159,7 +163,7 @@ def mcnemar(only_first: int, only_second: int) -> float:
     return min(1.0, 2 * float(coin_probabilities(n, fewer).sum()))
 
 
-def compare_correct(first: Tensor, second: Tensor) -> Comparison:
+def compare_correct(first: Tensor, second: Tensor, *, tests: int = 1) -> Comparison:
     """Compare two accuracies (top-k, recall at k, pairwise …) on the same items by McNemar's exact test.
 
     The interval is Bonett and Price's (2012, "Adjusted Wald confidence interval for a difference of binomial
@@ -168,13 +172,14 @@ def compare_correct(first: Tensor, second: Tensor) -> Comparison:
     Args:
         first: (N,) bool, whether the first model has each item right; N ≥ 1.
         second: (N,) bool, likewise of the second model.
+        tests: see ``Comparison``.
     """
     n = len(first)
     only_first = int((first & ~second).sum())
     only_second = int((second & ~first).sum())
     less = (only_first + 1) / (n + 2)
     more = (only_second + 1) / (n + 2)
-    half = _Z95 * math.sqrt((less + more - (more - less) ** 2) / (n + 2))
+    half = NormalDist().inv_cdf(1 - _TAIL / tests) * math.sqrt((less + more - (more - less) ** 2) / (n + 2))
     return Comparison(
         difference=(only_second - only_first) / n,
         low=max(-1.0, more - less - half),
@@ -184,27 +189,31 @@ def compare_correct(first: Tensor, second: Tensor) -> Comparison:
     )
 
 
-def compare_means(first: Tensor, second: Tensor) -> Comparison:
+def compare_means(first: Tensor, second: Tensor, *, tests: int = 1) -> Comparison:
     """Compare the means of two models' (N,) values (Jaccard, rank …) by a paired bootstrap; N ≥ 1."""
     distinct, counts = np.unique((second.double() - first.double()).cpu().numpy(), return_counts=True)
-    return _compare(mean_statistic(distinct), counts)
+    return _compare(mean_statistic(distinct), counts, tests=tests)
 
 
-def compare_statistics(first: Statistic, second: Statistic, n: int, *, cost: int = 1) -> Comparison:
+def compare_statistics(
+    first: Statistic, second: Statistic, n: int, *, cost: int = 1, tests: int = 1
+) -> Comparison:
     """Compare two models' statistics of the same n ≥ 1 items by a paired bootstrap (Efron and Tibshirani 1993).
 
     Args:
         cost: see ``draw_resamples``.
     """
-    return _compare(lambda drawn: second(drawn) - first(drawn), np.ones(n, dtype=np.int64), cost=cost)
+    ones = np.ones(n, dtype=np.int64)
+    return _compare(lambda drawn: second(drawn) - first(drawn), ones, cost=cost, tests=tests)
 
 
-def _compare(difference: Statistic, counts: Ints, *, cost: int = 1) -> Comparison:
+def _compare(difference: Statistic, counts: Ints, *, cost: int = 1, tests: int = 1) -> Comparison:
     value = float(difference(counts[None])[0])
     blocks = draw_resamples(counts, cost=cost, most=_PAIRED_RESAMPLES)
     drawn = np.concatenate([difference(block) for block in blocks])
     drawn = drawn[~np.isnan(drawn)]
-    low, high = np.percentile(drawn, [2.5, 97.5])
+    tail = _TAIL / tests
+    low, high = np.percentile(drawn, [100 * tail, 100 * (1 - tail)])
     beside = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
     return Comparison(
         difference=value,

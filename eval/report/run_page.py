@@ -18,6 +18,7 @@ from clipkit.config import load_config
 from clipkit.errors import ConfigError, DataError
 from clipkit.expected import expected_score
 from clipkit.files import redact_secrets, write_page
+from clipkit.formats import best_checkpoint, parse_step
 from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
 from eval.datasets.dataset import TEST
@@ -38,11 +39,13 @@ from eval.report.tables import TableRow, build_row, format_setting, join_words
 from eval.results.records import (
     PREFIX,
     Snapshot,
+    Verdict,
     find_snapshots,
     json_lines,
     parse_finite,
     parse_integer,
     read_snapshot,
+    read_verdict,
 )
 from eval.results.table import Record, Series, group_by, read_records
 
@@ -84,6 +87,8 @@ class RunFolder:
         snapshots: at most five per dataset, evenly spaced, with the first and the last.
         bad_samples: number of samples that could not be used.
         first_bad: shard, key and cause of the first few.
+        best: dataset and step of the checkpoint with the best score, see ``checkpoint.best``; None without one.
+        verdict: the comparison with the start weights, if there is one.
         ranks: milliseconds per step of the slowest ranks at the end, by the name of the rank and of the phase.
         notes: notes on missing or broken files.
     """
@@ -99,6 +104,8 @@ class RunFolder:
     snapshots: Mapping[str, Sequence[Snapshot]]
     bad_samples: int
     first_bad: Sequence[tuple[str, str, str]]
+    best: tuple[str, int] | None
+    verdict: Verdict | None
     ranks: Mapping[str, Mapping[str, float]]
     notes: Sequence[str]
 
@@ -160,6 +167,11 @@ def _read_files(run: Path) -> RunFolder:
     if not (config_text or metrics or results or snapshots):
         raise DataError(f"{run} is not a run folder: it has no config.toml, metrics, results or snapshots")
     bad_samples, first_bad = _read_bad_samples(run, notes)
+    verdict = None
+    try:
+        verdict = read_verdict(run)
+    except DataError as error:
+        notes.append(f"The verdict is not shown: {error}.")
     return RunFolder(
         name=run.resolve().name,
         config_text=config_text,
@@ -172,9 +184,20 @@ def _read_files(run: Path) -> RunFolder:
         snapshots=snapshots,
         bad_samples=bad_samples,
         first_bad=first_bad,
+        best=_find_best(run, config, results),
+        verdict=verdict,
         ranks=ranks,
         notes=notes,
     )
+
+
+def _find_best(run: Path, config: Mapping[str, Any], results: Sequence[Result]) -> tuple[str, int] | None:
+    section = config.get("checkpoint")
+    best = best_checkpoint(run)
+    if best is None or not results or not isinstance(section, Mapping):
+        return None
+    dataset = str(section.get("best")).rpartition("/")[0]
+    return dataset or results[0].dataset, parse_step(best.name)
 
 
 def _read_config(path: Path, notes: list[str]) -> tuple[str, dict[str, Any]]:
@@ -328,7 +351,7 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         has_heatmaps=any(example.heat for snapshot in last for example in snapshot.examples),
         has_classes=any(hit.right is not None for query in queries for hit in query.hits),
         similarities=_compare_similarities,
-        newest=select_newest(folder.results),
+        newest=select_newest(folder.results, folder.best),
         row=_build_row,
         series_name=partial(_name_series, all_series={result.series for result in folder.results}),
         provenance=_list_provenance(_select_headlined(folder.results)),
@@ -361,12 +384,20 @@ def _search_commands(run: Path, datasets: Sequence[str]) -> str:
     return ""
 
 
-def select_newest(results: Sequence[Result]) -> list[Result]:
-    """Select the last score of each metric, series by series; series scored in training come first."""
+def select_newest(results: Sequence[Result], best: tuple[str, int] | None = None) -> list[Result]:
+    """Select the last score of each metric, series by series; series scored in training come first.
+
+    The scores of the best checkpoint on its dataset are selected too.
+    """
     last = {result.what: result for result in results}
+    selected = []
+    for result in results:
+        is_best = (result.dataset, result.step) == best
+        if is_best or last[result.what] is result:
+            selected.append(result)
     trained = {result.series for result in results if result.scored_in_training}
     by_series: list[Result] = []
-    for results_of_series in group_by(last.values(), attrgetter("series")).values():
+    for results_of_series in group_by(selected, attrgetter("series")).values():
         by_series += results_of_series
     return sorted(by_series, key=lambda result: result.series not in trained)
 
@@ -579,7 +610,14 @@ def _chart_scores(run: RunFolder) -> list[dict[str, Any]]:
             if result.interval is not None:
                 low, high = result.interval
                 band.append((result.step, factor * low, factor * high))
-        lines[0] = replace(lines[0], band=band)
+        mark = None
+        notes = [] if first[-1].step == run.step else [f"at step {format_number(first[-1].step)}"]
+        if run.best is not None and first[0].dataset == run.best[0]:
+            values = {result.step: factor * result.value for result in first}
+            if run.best[1] in values:
+                mark = run.best[1], values[run.best[1]]
+                notes.append(f"○ best checkpoint, step {format_number(run.best[1])}")
+        lines[0] = replace(lines[0], band=band, mark=mark)
         highest = max(y for line in lines for _, y in line.points)
         chance = first[-1].chance
         if chance is not None:
@@ -589,7 +627,7 @@ def _chart_scores(run: RunFolder) -> list[dict[str, Any]]:
         chart = {
             "scored_in_training": any(result.scored_in_training for result in chain(*metrics.values())),
             "title": join_words(first[0].dataset, _name_series(first[0], groups)),
-            "note": "" if first[-1].step == run.step else f"at step {format_number(first[-1].step)}",
+            "note": "; ".join(notes),
             "lines": lines,
             "unit": unit,
             "ceiling": 100.0 if percent and highest > 75 else None,

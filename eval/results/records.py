@@ -40,6 +40,7 @@ _MAX_LINE = 1 << 20  # bytes
 _MAX_SNAPSHOT_BYTES = 16 << 20
 _MAX_DETAILS_BYTES = 32 << 20
 _MAX_DETAILS_FILES = 50_000
+_VERDICT = "verdict.json"
 _NAMED = 3  # unreadable files that a note names
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_WHOLE)]
@@ -335,10 +336,54 @@ class Details:
         return gaps / total if total else None
 
 
-_Value = TypeVar("_Value", Snapshot, Details)
+@dataclass(frozen=True, kw_only=True)
+class VerdictRow:
+    """The score of a model on a dataset, and the difference to that of the start weights.
+
+    Attributes:
+        text: the value, formatted.
+        change: the difference and its interval, formatted; "" for the start weights.
+        gain: the difference, above 0 if better, and relative to the start if the metric is not a fraction.
+        low: lower end of the interval of the gain; None if it was not tested.
+        high: upper end.
+    """
+
+    dataset: str
+    metric: str
+    model: str
+    value: float
+    text: str
+    change: str = ""
+    gain: float = 0.0
+    low: float | None = None
+    high: float | None = None
 
 
-def _to_json(value: Snapshot | Details) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Whether a fine-tune is better than its start weights, see ``eval.verdict``.
+
+    Attributes:
+        kind: "better", "no evidence" or "worse".
+        sentences: the verdict in words, the kind first.
+        rows: by dataset, the start weights first.
+        command: writes the recommended model; "" if that is the start weights.
+        notes: what to know about the rows.
+        inputs: a hash of what was compared.
+    """
+
+    kind: str
+    sentences: tuple[str, ...]
+    rows: tuple[VerdictRow, ...]
+    command: str = ""
+    notes: tuple[str, ...] = ()
+    inputs: str = ""
+
+
+_Value = TypeVar("_Value", Snapshot, Details, Verdict)
+
+
+def _to_json(value: Snapshot | Details | Verdict) -> bytes:
     text = json.dumps(asdict(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return (text + "\n").encode("utf-8", "replace")  # names may hold halves of surrogate pairs
 
@@ -384,6 +429,17 @@ def find_snapshots(run: Path) -> dict[str, dict[int, Path]]:
 def read_snapshot(path: Path) -> Snapshot:
     """Read one snapshot."""
     return _read_json_object(path, Snapshot, "a snapshot", _MAX_SNAPSHOT_BYTES)
+
+
+def write_verdict(run: Path, verdict: Verdict) -> None:
+    """Write the verdict on a fine-tune into its run folder."""
+    write_atomic(run / _VERDICT, _to_json(verdict))
+
+
+def read_verdict(run: Path) -> Verdict | None:
+    """Read the verdict of a run folder; None if there is none, DataError if it cannot be read."""
+    path = run / _VERDICT
+    return _read_json_object(path, Verdict, "a verdict", _MAX_SNAPSHOT_BYTES) if path.is_file() else None
 
 
 def details_folder(results: Path) -> Path:
