@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 from clipkit import distributed, training
 from clipkit.config import Config, load_config, redact_settings, to_toml
 from clipkit.errors import ClipkitError, ConfigError
+from clipkit.formats import best_checkpoint
 from clipkit.model import CLIP
 from clipkit.model.architectures import Architecture
 from clipkit.objectives import select_terms
@@ -311,7 +312,7 @@ def judge(
         architecture=config.model.name if path.is_file() else "",
         load_start=partial(build.load_start_weights, config, shape),
         last=checkpoint.step_folder(run, step),
-        best=checkpoint.best_checkpoint(run) if config.checkpoint.best else None,
+        best=best_checkpoint(run) if config.checkpoint.best else None,
         checkpoints=count_scored_steps(run, data.best.dataset) if config.checkpoint.best else 1,
     )
     try:

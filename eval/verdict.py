@@ -375,8 +375,8 @@ def _describe_guards(model: str, rows: Sequence[VerdictRow]) -> Iterator[str]:
     if not rows:
         yield "What the model lost is not known: eval.guard names no datasets."
         return
-    lost = []
-    others = []
+    lost: list[str] = []
+    others: list[str] = []
     for row in rows:
         text = f"{row.dataset} ({metric_title(row.metric)} {_describe_change(row)})"
         is_lost = row.high is not None and row.high < 0

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from clipkit.config import IN_EPOCHS, load_config
+from clipkit.config import IN_EPOCHS, Config, load_config
 from clipkit.errors import ConfigError
 from tests.forked import Forked
 from tests.small_trainings import BATCH, SAMPLES, Trainings, error_of, latest_step, metrics, pairs, trainings
@@ -27,14 +27,21 @@ def test_epochs_become_steps(epochs: float, length: float) -> None:
 
 
 def test_the_data_are_counted_once_and_only_for_epochs() -> None:
-    counted = []
-    load_config(QUICKSTART, ["steps=5"], count_epoch=lambda config: counted.append(config) or 7.0)
+    counted: list[Config] = []
+
+    def count_epoch(config: Config) -> float:
+        counted.append(config)
+        return 40.0
+
+    load_config(QUICKSTART, ["steps=5"], count_epoch=count_epoch)
     assert not counted
-    config = load_config(
-        QUICKSTART,
-        ["steps=1 epoch", "optim.warmup=0.5 epochs", "optim.schedule=constant", "optim.cooldown=.25 epochs"],
-        count_epoch=lambda config: counted.append(config) or 40.0,
-    )
+    settings = [
+        "steps=1 epoch",
+        "optim.warmup=0.5 epochs",
+        "optim.schedule=constant",
+        "optim.cooldown=.25 epochs",
+    ]
+    config = load_config(QUICKSTART, settings, count_epoch=count_epoch)
     assert len(counted) == 1 and (config.steps, config.optim.warmup, config.optim.cooldown) == (40, 20, 10)
     with pytest.raises(ConfigError, match=r"steps = '1 epochs': only train.py converts epochs to steps"):
         load_config(QUICKSTART, ["steps=1 epoch"])
