@@ -27,7 +27,7 @@ WITHOUT_LAUNCH = (
     "quickstart",
 )  # their data are generated, and they run on a CPU
 DESCRIBED = [path for path in CONFIGS if path.stem not in WITHOUT_LAUNCH]
-DRY = [ROOT / "configs" / f"{name}.toml" for name in ("quickstart", "finetune", "clipa_vit_b_16", "vit_h_14")]
+DRY = [ROOT / "configs" / f"{name}.toml" for name in ("quickstart", "vit_b_32", "clipa_vit_b_16", "vit_h_14")]
 FIELDS = ("data", "launch", "GPUs", "samples seen", "expected", "GPU-hours")
 GPUS_OF_NODE = 8  # as in configs/launch/slurm.sh
 FITS = 72 * 2**30  # of 80 GB; CUDA, NCCL and allocator fragmentation take the rest

@@ -390,11 +390,12 @@ def select_newest(results: Sequence[Result], best: tuple[str, int] | None = None
     The scores of the best checkpoint on its dataset are selected too.
     """
     last = {result.what: result for result in results}
+    of_best = {result.what: result for result in results if (result.dataset, result.step) == best}
     selected = []
-    for result in results:
-        is_best = (result.dataset, result.step) == best
-        if is_best or last[result.what] is result:
-            selected.append(result)
+    for what, result in last.items():
+        selected.append(result)
+        if of_best.get(what, result) is not result:
+            selected.append(of_best[what])
     trained = {result.series for result in results if result.scored_in_training}
     by_series: list[Result] = []
     for results_of_series in group_by(selected, attrgetter("series")).values():
