@@ -85,6 +85,16 @@ _NOT_ADDED = f"URL of more than {MOST_ROWS} rows: the caption is left out"
 _RETRY = "-retry"  # in the names of shards of failed rows
 _OPEN_SHARDS = 8  # shards in progress; bounds memory while one waits for its slowest response
 _MOST_FAILED = 0.99  # fraction of the last rows from which a download stops
+# what causes of most failures usually mean
+_PROXY = "if this machine reaches the internet through a proxy, set HTTP_PROXY and HTTPS_PROXY"
+_LIKELY_CAUSES = {
+    "unknown host": f"this machine resolves no names: check its DNS server; {_PROXY}",
+    "no connection": f"the servers or a firewall refuse connections; {_PROXY}",
+    "no complete response in time": f"the network is slow, or a firewall drops packets; {_PROXY}",
+    "no connection to the proxy": "HTTP_PROXY or HTTPS_PROXY names a proxy that does not answer",
+    "invalid certificate": "this clock is wrong, or a proxy signs certificates: set SSL_CERT_FILE to the proxy's",
+    "no TLS connection": "the servers, or a proxy before them, do not speak TLS on this port",
+}
 # rows of which this fraction is computed
 _LEAST_WATCHED = 200
 _MOST_WATCHED = 1000
@@ -682,10 +692,13 @@ class _Download:
         if len(failed) < _MOST_FAILED * rows:
             return
         [(cause, count)] = Counter(sample.cause for sample in failed).most_common(1)
+        likely = ""
+        if cause in _LIKELY_CAUSES:
+            likely = f" (likely cause: {_LIKELY_CAUSES[cause]})"
         raise DataError(
             f"{self._out}: stopped, because {len(failed)} of the last {rows} rows failed, {count} of them "
-            f"with {cause!r}; run the same command again to continue, with --retry-failed to try failed rows "
-            "again, or with --keep-going not to stop"
+            f"with {cause!r}{likely}; run the same command again to continue, with --retry-failed to try failed "
+            "rows again, or with --keep-going not to stop"
         )
 
     def _stored(self, data: bytes) -> "tuple[StoredImage, dict[str, object], str] | str":

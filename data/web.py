@@ -7,11 +7,13 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from types import TracebackType
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 import yarl
@@ -28,6 +30,7 @@ _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
 # the first word selects directives of ``X-Robots-Tag``
 _USER_AGENT = "clipkit (+https://pypi.org/project/clipkit)"
+_PRIVATE = "host with a private address (--allow-private downloads from it)"
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
 
@@ -64,7 +67,7 @@ class Fetcher:
                 limit=0,  # limited by _slots, so that requests waiting for one host do not block others
                 ttl_dns_cache=300,
                 resolver=aiohttp.ThreadedResolver(),
-                socket_factory=None if options.allow_private else _public_socket,
+                socket_factory=None if options.allow_private else partial(_public_socket, _proxy_addresses()),
             ),
             timeout=aiohttp.ClientTimeout(total=options.timeout),
             headers={"User-Agent": _USER_AGENT, "Accept": "image/*,*/*;q=0.5"},
@@ -129,8 +132,11 @@ class Fetcher:
     async def _get(self, url: yarl.URL) -> bytes:
         options = self._options
         max_bytes = options.max_mb * 2**20
+        proxy = _find_proxy(url)
+        if proxy and not options.allow_private and _is_private_address(url.host or ""):
+            raise FetchError(_PRIVATE)
         try:
-            async with self._session.get(url, max_redirects=_MOST_REDIRECTS) as response:
+            async with self._session.get(url, max_redirects=_MOST_REDIRECTS, proxy=proxy) as response:
                 if response.status != 200:
                     raise FetchError(
                         f"HTTP {response.status}",
@@ -161,11 +167,19 @@ class Fetcher:
             raise FetchError("too many redirects") from None
         except aiohttp.ClientConnectorCertificateError:
             raise FetchError("invalid certificate") from None
+        except aiohttp.ClientConnectorSSLError:
+            raise FetchError("no TLS connection") from None
+        except aiohttp.ClientProxyConnectionError:
+            raise FetchError("no connection to the proxy", temporary=True) from None
+        except aiohttp.ClientHttpProxyError as error:
+            raise FetchError(
+                f"HTTP {error.status} from the proxy", temporary=error.status in _RETRIED
+            ) from None
         except aiohttp.ClientConnectorDNSError:
             raise FetchError("unknown host", temporary=True) from None
         except aiohttp.ClientConnectorError as error:
             if "is not public" in str(error.os_error):
-                raise FetchError("host with a private address (--allow-private downloads from it)") from None
+                raise FetchError(_PRIVATE) from None
             raise FetchError("no connection", temporary=True) from None
         except (aiohttp.InvalidURL, aiohttp.RedirectClientError):
             raise FetchError("invalid URL, or redirected to one") from None
@@ -177,9 +191,35 @@ class Fetcher:
             raise FetchError("connection lost or malformed response", temporary=True) from None
 
 
-def _public_socket(info: Any) -> socket.socket:
+def _find_proxy(url: yarl.URL) -> str | None:
+    """Return the proxy for a URL by the variables HTTP_PROXY, HTTPS_PROXY and NO_PROXY."""
+    if proxy_bypass(f"{url.host}:{url.port}"):
+        return None
+    return getproxies().get(url.scheme)
+
+
+def _proxy_addresses() -> set[tuple[str, int]]:
+    """Return addresses and ports of all proxies, which may be private."""
+    addresses: set[tuple[str, int]] = set()
+    for scheme in ("http", "https"):
+        proxy = yarl.URL(getproxies().get(scheme, ""))
+        if proxy.host and proxy.port:
+            with suppress(OSError):
+                for *_, address in socket.getaddrinfo(proxy.host, proxy.port):
+                    addresses.add((str(address[0]), proxy.port))
+    return addresses
+
+
+def _is_private_address(host: str) -> bool:
+    try:
+        return not _is_public(ipaddress.ip_address(host))
+    except ValueError:  # a name, which the proxy resolves
+        return host == "localhost"
+
+
+def _public_socket(proxies: set[tuple[str, int]], info: Any) -> socket.socket:
     family, kind, protocol, _, address = info
-    if not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
+    if address[:2] not in proxies and not _is_public(ipaddress.ip_address(address[0].partition("%")[0])):
         raise OSError(f"{address[0]} is not public")
     return socket.socket(family, kind, protocol)
 

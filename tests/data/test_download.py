@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tarfile
@@ -19,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from ipaddress import ip_address
@@ -622,10 +624,10 @@ def test_download_stops_if_nearly_all_rows_fail(
     assert "'HTTP 403'" in error_of(later)
     unknown = [f"http://name{i}.invalid/a.jpg" for i in range(300)]
     monkeypatch.setattr(socket, "getaddrinfo", fail)
-    assert "with 'unknown host'" in error_of(unknown)
+    assert "with 'unknown host' (likely cause: this machine resolves no names" in error_of(unknown)
     monkeypatch.undo()
     closed = [f"http://127.0.0.1:9/{i}.jpg" for i in range(300)]
-    assert "with 'no connection'" in error_of(closed)
+    assert "with 'no connection' (likely cause: the servers or a firewall refuse" in error_of(closed)
     assert "with 'no URL'" in error_of([""] * 300)
     found = download(
         table(tmp_path / "t.csv", denied[:300]),
@@ -644,6 +646,66 @@ def test_download_stops_if_nearly_all_rows_fail(
     with pytest.raises(DataError, match=r"of the last 2\d\d rows failed, .* with 'more than 0 MiB'; run"):
         download(flaky, tmp_path / "flaky", SMALL, fetch=replace(quick, max_mb=0), retry_failed=True)
     assert download(flaky, tmp_path / "flaky", SMALL, fetch=quick, retry_failed=True).kept == 300
+
+
+def test_unknown_names_stop_the_download(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [f"http://name{i}.invalid/a.jpg" for i in range(300)])
+    with pytest.raises(DataError, match=r"'unknown host' .likely cause: .* set HTTP_PROXY and HTTPS_PROXY"):
+        download(path, tmp_path / "out", SMALL, fetch=FetchOptions(retries=0))
+
+
+def test_unknown_certificates_stop_the_download(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=127.0.0.1", "-addext",
+         "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with socket.create_server(("127.0.0.1", 0), backlog=300) as plain:
+        port = plain.getsockname()[1]
+        listening = context.wrap_socket(plain, server_side=True, do_handshake_on_connect=False)
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    with suppress(OSError), connection:
+                        assert isinstance(connection, ssl.SSLSocket)
+                        connection.do_handshake()
+
+        threading.Thread(target=answer, daemon=True).start()
+        path = table(tmp_path / "t.csv", [f"https://127.0.0.1:{port}/{i}.jpg" for i in range(200)])
+        with pytest.raises(DataError, match=r"'invalid certificate' .likely cause: .* set SSL_CERT_FILE"):
+            download(path, tmp_path / "out", SMALL, fetch=replace(QUICK, timeout=20.0))
+        listening.close()
+
+
+def test_proxy_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Proxy(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            assert self.path.startswith("http://images.invalid/")
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(jpeg(int(self.path.rpartition("/")[2])))
+
+    urls = [f"http://images.invalid/{i}" for i in range(5)] + ["http://127.0.0.1/6"]
+    public = replace(QUICK, allow_private=False)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{proxy.server_address[1]}")
+        monkeypatch.setenv("no_proxy", "")
+        found = download(table(tmp_path / "t.csv", urls), tmp_path / "out", SMALL, fetch=public)
+        proxy.shutdown()
+    assert found.kept == 5
+    assert found.failures == {"host with a private address (--allow-private downloads from it)": 1}
+    many = table(tmp_path / "many.csv", [f"http://images.invalid/{i}" for i in range(200)])
+    with pytest.raises(DataError, match=r"'no connection to the proxy' .likely cause: HTTP_PROXY"):
+        download(many, tmp_path / "closed", SMALL, fetch=replace(public, retries=0))
 
 
 def test_download_does_not_stop_if_some_rows_succeed(server: Server, tmp_path: Path) -> None:
