@@ -528,7 +528,7 @@ def main(arguments: Arguments) -> int:
                 stop.finish_step(agreed=stopped)
                 comparison.finish_step(step, now=due_save or due_score)
                 log.watch.begin("other")
-                log.count_batch(batch)
+                log.count_batch(batch, compute.compare_pairs(batch, features))
                 writer.finish_if_done()
                 stop.save_on_signal(writer.saved_step)
 
@@ -542,7 +542,7 @@ def main(arguments: Arguments) -> int:
                         "truncated_shards": len(data.shards.manifest.truncated),
                         "transfer_time": batches.seconds().transfer,
                     }
-                    log.write(figures)
+                    log.write(figures, write_samples=due_score or due_save)
 
                 # 7f. Scores on held-out data, by all ranks together; then a checkpoint. Ranks wait long for rank 0
                 # only until all are done; in the next steps, a rank that hangs is noticed soon.

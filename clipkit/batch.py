@@ -58,6 +58,7 @@ class Batch:
         rank_rows: how many rows of the global batch each rank has; empty: not known.
         fault: why the batch could not be made, in which case the values are placeholders.
         bad: the samples that were replaced.
+        substitutes: indices of the rows that have the substitute of a bad sample.
         traits: how many images are transparent or have an EXIF orientation.
         cut_captions: how many captions are longer than the context length; not counted in a smaller stage.
         without_group: how many samples have no value of ``loss.same_field``.
@@ -75,6 +76,7 @@ class Batch:
     rank_rows: tuple[int, ...] = ()
     fault: str = ""
     bad: tuple[BadSample, ...] = ()
+    substitutes: tuple[int, ...] = ()
     traits: TraitCounts = field(default_factory=TraitCounts)
     cut_captions: int = 0
     without_group: int = 0

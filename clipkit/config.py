@@ -1008,6 +1008,11 @@ class LogConfig(Section):
     tensorboard: bool = setting(
         True, "Also write metrics to tensorboard/ in the run folder, if tensorboard is installed."
     )
+    samples: bool = setting(
+        False,
+        "Store the losses and margins of each pair in each step in samples/ in the run folder, 28 bytes per pair; "
+        "python -m data dynamics RUN shows which pairs are never learned.",
+    )
     wandb: str = setting(
         "",
         "Weights & Biases project to log metrics and scores to; empty: none. Requires `wandb login` once, or "

@@ -73,6 +73,7 @@ class BatchPart:
     further_texts: list[list[str]] = field(default_factory=list)  # of each sample
     features: list[FoundRow] = field(default_factory=list)
     bad: list[BadSample] = field(default_factory=list)
+    substitutes: list[int] = field(default_factory=list)  # rows
     traits: TraitCounts = field(default_factory=TraitCounts)
     undecoded: list[JpegOfRow] = field(default_factory=list)
     read_seconds: float = 0.0
@@ -283,6 +284,7 @@ class Loader:
             first_row=draw.first_row,
             rank_rows=self.order.rank_rows(self.world_size),
             bad=tuple(part.bad),
+            substitutes=tuple(part.substitutes),
             traits=part.traits,
             cut_captions=cut,
             without_group=sum(group < 0 for group in part.groups),
@@ -369,6 +371,8 @@ class Loader:
         for attempt in range(_SUBSTITUTES):
             try:
                 self._add_sample(row, chosen, epoch, part)
+                if attempt:
+                    part.substitutes.append(row)
                 return
             except PixelRangeError as error:
                 shard, key = self.shards.locate(chosen)

@@ -132,6 +132,18 @@ preset:datacomp_text_based. data/README.md describes the columns.
 """
 
 
+DYNAMICS_TEXT = """\
+RUN is a run that was trained with log.samples=true. Writes a page with the
+pairs that were never learned, forgotten, or learned last, many of which have
+wrong captions, and a score of each sample, learnability, from 0 to 1:
+
+  python train.py log.samples=true data.train=pairs out=runs/first
+  python -m data dynamics runs/first
+  python train.py data.train=pairs data.scores=NAME \\
+      data.filters='["score.learnability >= top 95%"]'
+"""
+
+
 def _cache_setting(default: float, without: str) -> float:
     return setting(default, f"size of the disk cache for remote shards; 0 {without}", numbers(0, 1e9))
 
@@ -395,6 +407,15 @@ class ScoreOptions(ModelOptions, CaptionOptions, ImageOptions, SourcesOptions):
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class DynamicsOptions:
+    """Find wrong pairs by how a training run learned them."""
+
+    run: Path = setting(REQUIRED, "folder of a run with log.samples=true", positional=True)
+    html: Path | None = setting(None, "the page to write", default_text="RUN/dynamics.html")
+    quiet: bool = setting(False, "print no progress")
+
+
 COMMANDS = {
     "make": Command(
         description=MAKE_TEXT,
@@ -445,6 +466,13 @@ COMMANDS = {
         run="data.scores.command:run_score",
         extra="score",
         stopped="scored shards are kept; run the same command to resume",
+    ),
+    "dynamics": Command(
+        description=DYNAMICS_TEXT,
+        options=DynamicsOptions,
+        run="data.scores.dynamics:run_dynamics",
+        extra="pack",
+        stopped="nothing was written",
     ),
     "speed": Command(
         description=SPEED_TEXT,

@@ -101,10 +101,10 @@ def main() -> None:
 
     steps: list[tuple[Counter[str], list[str]]] = []
 
-    def counted(self: log.Log, batch: Any) -> None:
+    def counted(self: log.Log, batch: Any, pairs: torch.Tensor | None = None) -> None:
         steps.append((recorder.events, recorder.order))
         recorder.events, recorder.order = Counter(), []
-        count_batch(self, batch)
+        count_batch(self, batch, pairs)
 
     distributed.start = start
     distributed.broadcast_bytes = lambda content: content

@@ -24,6 +24,7 @@ CASES = {
     "captions": ("optim.name=adamw", "caption.weight=1"),
     "masked": ("optim.name=adamw", "masked.weight=1"),
     "views": ("optim.name=adamw", "views.weight=1", "optim.average=0.9"),
+    "samples": ("optim.name=adamw", "log.samples=true"),
     "patch dropout": ("optim.name=adamw", "model.patch_dropout=0.5"),
 }
 

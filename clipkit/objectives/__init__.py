@@ -8,7 +8,7 @@ of the batch, copy ``image_gpt.py``, a class derived from ``Term``. Then add the
 from dataclasses import fields, is_dataclass
 
 from clipkit.config import Config, Section, require_use
-from clipkit.objectives.base import Objective, Outputs, Targets, Term, TermBatch
+from clipkit.objectives.base import Objective, Outputs, Targets, Term, TermBatch, compare_pairs
 from clipkit.objectives.caption import Caption
 from clipkit.objectives.classes import Classes
 from clipkit.objectives.clip import Clip
@@ -28,6 +28,7 @@ __all__ = [
     "Term",
     "TermBatch",
     "check_objectives",
+    "compare_pairs",
     "objective_sections",
     "select_objective",
     "select_terms",

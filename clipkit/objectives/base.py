@@ -13,19 +13,22 @@ from torch import Tensor
 from clipkit.batch import Batch
 from clipkit.cli import setting
 from clipkit.config import Config, DistillConfig, ModelConfig, Section, at_least, require, require_use
-from clipkit.distributed import max_over_ranks, sum_over_ranks
+from clipkit.distributed import gather_row_counts, max_over_ranks, sum_over_ranks
 from clipkit.model.architectures import Architecture, TextArchitecture
 from clipkit.model.clip import CLIP
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.distill import Teaching, distillation_loss
 from clipkit.objectives.tiles import (
+    ColumnSums,
     GlobalBatch,
     check_features,
     compute_tiles,
     positive_pairs,
+    row_sums,
     split_negatives,
 )
 
+_NONE = -1e30  # a cosine that is not compared
 _ROUNDING = 8  # times the dtype's epsilon: products of equal rows differ by their position
 
 
@@ -170,6 +173,7 @@ class Objective(Section):
         if not self.gathers_captions:
             expected = f"expected float32 with {name}"
             require(loss.precision == "float32", "loss.precision", loss.precision, expected)
+            require(not config.log.samples, "log.samples", True, alone)
         if not self.more_texts:
             for setting_name in ("negatives", "image_fields", "text_fields"):
                 value = getattr(config.data, setting_name)
@@ -274,20 +278,24 @@ class Term(Section):
 
 
 @torch.no_grad()
-def compute_recall(image_features: Tensor, text_features: Tensor, identities: Tensor | None = None) -> Tensor:
-    """Return the fraction of images with their own text as the nearest of the global batch, and the same for texts.
+def compare_pairs(
+    image_features: Tensor, text_features: Tensor, scale: Tensor, identities: Tensor | None = None
+) -> Tensor:
+    """Return the losses and margins of this rank's pairs among all pairs of the global batch.
 
-    A tie (a lead below 8 epsilon of the dtype, 1e-6 in float32) counts as wrong, so the recall of equal features is
-    0. All ranks call it together. It costs one of the four products of ``clip_loss``.
+    The loss of an image is the cross-entropy of its own text over all texts, and its margin the cosine with its own
+    text minus the cosine with the nearest other one; likewise for texts. All ranks call it together. It costs one
+    of the four products of ``clip_loss``.
 
     Args:
         image_features: (B, O) this rank's rows, unit norm. B may differ from rank to rank.
         text_features: (B, O) the matching rows.
+        scale: scalar, exp(t).
         identities: (B, K) int64, see ``clip_loss``: pairs that show the same thing are not compared.
 
     Returns:
-        (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: image to text, text to image.
-        No gradient.
+        (4, B) float32 (float64 for float64 features): losses of images and texts, margins of images and texts. A
+        margin is about 1e30 if there is no other pair.
 
     Raises:
         ValueError: the features are not two matrices of one shape, or identities are not (B, K) integers.
@@ -298,15 +306,37 @@ def compute_recall(image_features: Tensor, text_features: Tensor, identities: Te
         batch = GlobalBatch(images)
         pairs = positive_pairs(batch, images, identities, "ignored")
         pair_cosines = images.new_empty(len(images))
-        best_by_row = images.new_empty(len(images))
-        best_by_column = images.new_full((batch.size,), -torch.inf)
+        image_sums = images.new_empty(2, len(images))
+        nearest_text = images.new_empty(len(images))
+        text_sums = ColumnSums(batch.size, images)
+        nearest_image = images.new_full((batch.size,), _NONE)
         for tile, cosines in compute_tiles(images, batch.gather(texts), images.new_ones(())):
+            pairs.fill_ignored(cosines, tile, _NONE)
             diagonal = cosines.diagonal(batch.local_rows.start + tile.start)
             pair_cosines[tile] = diagonal
-            pairs.fill_ignored(cosines, tile, -torch.inf)
-            diagonal.fill_(-torch.inf)
-            best_by_row[tile] = cosines.amax(1)
-            best_by_column = torch.maximum(best_by_column, cosines.amax(0))
-        best_others = torch.stack([best_by_row, max_over_ranks(best_by_column)[batch.local_rows]])  # (2, B)
-        right = pair_cosines - best_others > _ROUNDING * torch.finfo(best_others.dtype).eps
-        return sum_over_ranks(right.sum(1).to(best_others.dtype)) / batch.size
+            logits = cosines * scale.to(cosines.dtype)
+            image_sums[:, tile] = row_sums(logits)
+            text_sums.add(logits)
+            diagonal.fill_(_NONE)
+            nearest_text[tile] = cosines.amax(1)
+            nearest_image = torch.maximum(nearest_image, cosines.amax(0))
+        by_text = text_sums.combine_ranks()[0][:, batch.local_rows]  # (2, B)
+        greatest, totals = torch.stack([image_sums, by_text], dim=1)  # (2, B) each
+        losses = greatest + totals.log() - scale * pair_cosines
+        nearest = torch.stack([nearest_text, max_over_ranks(nearest_image)[batch.local_rows]])
+        return torch.cat([losses, pair_cosines - nearest])
+
+
+def compute_recall(image_features: Tensor, text_features: Tensor, identities: Tensor | None = None) -> Tensor:
+    """Return the fraction of images with their own text as the nearest of the global batch, and the same for texts.
+
+    A tie (a lead below 8 epsilon of the dtype, 1e-6 in float32) counts as wrong, so the recall of equal features is
+    0. All ranks call it together. Arguments and errors are those of ``compare_pairs``.
+
+    Returns:
+        (2,) float32 (float64 for float64 features) in [0, 1], the same on all ranks: image to text, text to image.
+        No gradient.
+    """
+    margins = compare_pairs(image_features, text_features, image_features.new_ones(()), identities)[2:]
+    right = margins > _ROUNDING * torch.finfo(margins.dtype).eps  # (2, B)
+    return sum_over_ranks(right.sum(1).to(margins.dtype)) / sum(gather_row_counts(right.shape[1]))

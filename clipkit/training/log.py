@@ -4,7 +4,7 @@ import json
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -13,22 +13,26 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
 
 from clipkit.batch import BadSample, Batch
 from clipkit.config import Config, to_toml
-from clipkit.distributed import barrier, rank, world_size
+from clipkit.distributed import barrier, copy_to_host, rank, world_size
 from clipkit.errors import ConfigError, DataError, silence_if_broken
 from clipkit.files.terminal import counted, printable, redact_secrets
-from clipkit.files.writing import drop_lines_after, write_lines
+from clipkit.files.writing import drop_lines_after, replacing, write_lines
 from clipkit.model import ARCHITECTURES
 from clipkit.model.clip import CLIP
 from clipkit.samples.traits import Decoding, TraitCounts
 from clipkit.training import is_due, learning_rate
 from clipkit.training.checkpoint import LoopState, damaged_notes, planned_steps
 from clipkit.training.costs import Workload, flops_of_steps, measured_peak
+from clipkit.training.guards import LAG
 from clipkit.training.metrics import Profile, RankClock, StepMetrics, Stopwatch
 from clipkit.training.step import TrainingStep
 
@@ -81,7 +85,9 @@ class Log:
         self._run = Path(config.out)
         self.bad_samples = BadSamples(run=self._run, batch_size=config.batch_size, limit=config.data.max_bad)
         self.bad_samples.check(state)
+        self._losses = SampleLosses(self._run, state.step, lag=LAG.get(device.type, 0))
         if rank0:
+            self._losses.drop_later()
             later = [self._run / "metrics.jsonl", self._run / "results.jsonl", *self.bad_samples.paths()]
             for path in later:
                 drop_lines_after(path, state.step)
@@ -157,8 +163,10 @@ class Log:
                 self._bad_reported += 1
                 self.print_line(f"bad sample replaced: {sample.key} in {sample.shard}: {sample.cause}")
 
-    def count_batch(self, batch: Batch) -> None:
-        """Count a step of this rank for the rates."""
+    def count_batch(self, batch: Batch, pairs: Tensor | None = None) -> None:
+        """Count a step of this rank for the rates, and record the losses and margins of its pairs, if any."""
+        if pairs is not None:
+            self._losses.add(batch, pairs)
         if self._profile is not None:
             self._profile.step()
         flops = 0
@@ -207,9 +215,14 @@ class Log:
         """Return whether the metrics of a step are wanted even if nothing else is due after it."""
         return step == 1 or is_due(step, self._config.log.every_steps)
 
-    def write(self, figures: Mapping[str, float]) -> None:
-        """Print and write the metrics of the step that was recorded last, with the rates since the last call."""
+    def write(self, figures: Mapping[str, float], *, write_samples: bool = False) -> None:
+        """Print and write the metrics of the step that was recorded last, with the rates since the last call.
+
+        ``write_samples``: whether to write the losses of pairs too, which must be done before the step is saved.
+        """
         step = self._state.step
+        if write_samples:
+            self._losses.write(step)
         metrics = {"samples": self._drawn, **self._results, **figures, **self._state.figures()}
         metrics |= self._rates.collect()
         record: dict[str, object] = {}
@@ -246,6 +259,7 @@ class Log:
 
     def close(self) -> None:
         """Print the last metrics, write what is buffered, and close all loggers."""
+        self._losses.write(self._state.step)
         if self._profile is not None:
             self._profile.close()
         self._print_bad_samples()
@@ -382,6 +396,84 @@ class BadSamples:
             f"{100 * state.bad_samples / drawn:.3g}% of the {drawn:,} samples drawn were bad "
             f"(limit: data.max_bad = {100 * self.limit:.3g}%{least})"
         )
+
+
+_PAIR_COLUMNS = ("image_loss", "text_loss", "image_margin", "text_margin")
+_MOST_ROWS = 1 << 22  # that a rank keeps in memory
+
+
+class SampleLosses:
+    """Losses and margins of each pair in each step, with ``log.samples``, see ``clipkit.objectives.compare_pairs``.
+
+    RUN/samples/00000500.npy      rows of rank 0 up to step 500, from the step after the previous file
+    RUN/samples/00000500-3.npy    rows of rank 3
+
+    Files are written before checkpoints. A run that resumes removes the rows of later steps, so that each pair of
+    each step has one row. Rows of substitutes are left out.
+
+    Args:
+        run: the run folder.
+        step: steps before the first one.
+        lag: number of steps after which the device has computed a step.
+    """
+
+    def __init__(self, run: Path, step: int, *, lag: int) -> None:
+        self._folder = run / "samples"
+        self._step = step
+        self._lag = lag
+        # step, samples, rows of substitutes, losses and margins
+        self._pending: deque[tuple[int, Tensor, tuple[int, ...], Callable[[], Tensor]]] = deque()
+        self._rows: list[npt.NDArray[Any]] = []
+
+    def drop_later(self) -> None:
+        """Remove what a killed run wrote about later steps, on any number of ranks."""
+        for path in self._folder.glob("[0-9]*.npy"):
+            last, dash, number = path.stem.partition("-")
+            if int(last) > self._step:
+                rows = np.load(path)
+                path.unlink()
+                self._write(rows[rows["step"] <= self._step], dash + number)
+
+    def add(self, batch: Batch, pairs: Tensor) -> None:
+        """Record the (4, B) losses and margins of the next step; does not wait for the device."""
+        self._step += 1
+        self._pending.append((self._step, batch.ids, batch.substitutes, copy_to_host(pairs)))
+        while len(self._pending) > self._lag:
+            self._read()
+        if sum(map(len, self._rows)) >= _MOST_ROWS:
+            self._write_rows()
+
+    def write(self, step: int) -> None:
+        """Write the rows up to a step, which the device has computed."""
+        while self._pending and self._pending[0][0] <= step:
+            self._read()
+        self._write_rows()
+
+    def _read(self) -> None:
+        step, samples, substitutes, pairs = self._pending.popleft()
+        columns = [(name, "<f4") for name in _PAIR_COLUMNS]
+        rows = np.empty(len(samples), [("step", "<i4"), ("sample", "<i8"), *columns])
+        rows["step"] = step
+        rows["sample"] = samples.numpy()
+        for name, values in zip(_PAIR_COLUMNS, pairs().numpy(), strict=True):
+            rows[name] = values
+        self._rows.append(np.delete(rows, substitutes))
+
+    def _write_rows(self) -> None:
+        if self._rows:
+            self._write(np.concatenate(self._rows), f"-{rank()}" if rank() else "")
+            self._rows = []
+
+    def _write(self, rows: npt.NDArray[Any], suffix: str) -> None:
+        if not len(rows):
+            return
+        path = self._folder / f"{rows['step'][-1]:08d}{suffix}.npy"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with replacing(path, durable=True) as temporary, temporary.open("wb") as file:
+                np.save(file, rows)
+        except OSError as error:
+            raise DataError(f"{path} cannot be written: {error.strerror}") from error
 
 
 class ProgressLine:

@@ -31,6 +31,7 @@ from clipkit.objectives import (
     Targets,
     Term,
     TermBatch,
+    compare_pairs,
     select_objective,
     select_terms,
 )
@@ -52,12 +53,14 @@ class Features:
         loss: scalar, with the local terms.
         images: (B, O).
         texts: (B, O), then those of further captions; or (C, O) of all texts of the text tower.
+        scale: scalar, exp(t) before the update.
         terms: scalars by name, means over the global batch's targets.
     """
 
     loss: Tensor
     images: Tensor
     texts: Tensor
+    scale: Tensor
     terms: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -191,7 +194,7 @@ def backward(
         watch.begin("backward")
         grads = [grad.to(total.dtype) for grad, total in zip(grad_sums, sums, strict=True)]
         torch.autograd.backward([value, *sums], [None, *grads])
-        return _detach(value, outputs[0], outputs[1], terms, sums)
+        return _detach(value, outputs, terms, sums)
     statistics = RunningStatistics(bare)
     with torch.no_grad():
         first = [encode(bare, i, None) for i in range(parts)]
@@ -221,7 +224,7 @@ def backward(
                     trained.append(output)
                     trained_grads.append(grad.to(output.dtype))
             torch.autograd.backward(trained, trained_grads)
-    return _detach(value, image_features, text_features, terms, all_sums)
+    return _detach(value, [image_features, text_features, *scalars], terms, all_sums)
 
 
 def _not_a_number(loss: Loss, *features: Tensor) -> Tensor:
@@ -229,15 +232,16 @@ def _not_a_number(loss: Loss, *features: Tensor) -> Tensor:
 
 
 def _detach(
-    value: Tensor, images: Tensor, texts: Tensor, terms: LocalTerms | None, sums: Sequence[Tensor]
+    value: Tensor, outputs: Sequence[Tensor], terms: LocalTerms | None, sums: Sequence[Tensor]
 ) -> Features:
     value = value.detach()
+    images, texts, scale = (output.detach() for output in outputs[:3])
     means: dict[str, Tensor] = {}
     if terms is not None:
         totals = sum_over_ranks(torch.stack([part.detach() for part in sums]).sum(dim=0))  # (K,)
         value = value + (terms.weights / terms.counts * totals).sum().to(value.dtype)
         means = dict(zip(terms.terms, totals / terms.counts, strict=True))
-    return Features(loss=value, images=images.detach(), texts=texts.detach(), terms=means)
+    return Features(loss=value, images=images, texts=texts, scale=scale, terms=means)
 
 
 def _gradient(tensor: Tensor) -> Tensor:
@@ -500,6 +504,7 @@ class TrainingStep:
         sides: combines features of several fields.
         first_samples: (S,) int64, number of the first sample of each source, on the device.
         projection_numbers: (S,) int64, the projection of each source; None if there is only the image tower's.
+        logs_samples: the setting ``log.samples``.
     """
 
     shape: Architecture
@@ -516,6 +521,7 @@ class TrainingStep:
     sides: Sides = field(default_factory=Sides)
     first_samples: Tensor | None = None
     projection_numbers: Tensor | None = None
+    logs_samples: bool = False
 
     @classmethod
     def from_config(
@@ -553,6 +559,7 @@ class TrainingStep:
             terms=select_terms(config),
             averaged=averaged,
             sides=Sides.from_config(config.data),
+            logs_samples=config.log.samples,
             **by_source,
         )
 
@@ -702,13 +709,29 @@ class TrainingStep:
             floor = self.objective.floor(targets, len(features.texts))
             if floor > 0:
                 figures["floor"] = floor
-        images, texts = features.images, features.texts
-        if batch.fields is not None:
-            images, texts = self.sides.combine(images, texts)
+        images, texts = self._combine_fields(batch, features)
         if batch.more is not None:  # of the first captions
             texts = texts[: len(images)]
             targets = replace(targets, identities=targets.identities[: len(texts)])
         return {**figures, **self.objective.figures(images, texts, targets)}
+
+    def _combine_fields(self, batch: Batch, features: Features) -> tuple[Tensor, Tensor]:
+        if batch.fields is None:
+            return features.images, features.texts
+        return self.sides.combine(features.images, features.texts)
+
+    def compare_pairs(self, batch: Batch, features: Features) -> Tensor | None:
+        """Return (4, B) the losses and margins of this rank's pairs, see ``clipkit.objectives.compare_pairs``.
+
+        With several captions of an image, the pairs are those of the first ones. None without ``log.samples``. All
+        ranks call this together. The host does not wait.
+        """
+        if not self.logs_samples:
+            return None
+        with known_rows(batch.rank_rows):
+            images, texts = self._combine_fields(batch, features)
+            rows = len(images)
+            return compare_pairs(images, texts[:rows], features.scale, batch.identities[:rows])
 
     def _make_targets(self, batch: Batch) -> Targets:
         weights = batch.weights

@@ -1,6 +1,7 @@
 """Read stored scores of samples, and the filters that select by them.
 
-``python -m data score`` stores the scores of a model for a list of shards in the cache folder:
+``python -m data score`` stores the scores of a model for a list of shards in the cache folder, and ``python -m data
+dynamics`` those of a training run:
 
     scores/NAME/manifest.json           model, sources, settings, counts, and a digest of all scores
     scores/NAME/INDEX-CONTENT.parquet   a shard's scores, one row per sample in the order of its index; the
@@ -42,9 +43,10 @@ COLUMNS = {
     "contamination": "similarity to the most similar evaluation image",
     "contaminated": "whether that similarity is at least the threshold",
     "contaminated_by": "shard and key of that image",
+    "learnability": "how well a training run learned the pair, 0 to 1",
 }
 PERMILLE = 1000
-_TOP = re.compile(r"\s*score\.clip\s*>=\s*top\s+([0-9]+(?:\.[0-9])?)\s*%\s*")
+_TOP = re.compile(r"\s*score\.(clip|learnability)\s*>=\s*top\s+([0-9]+(?:\.[0-9])?)\s*%\s*")
 PREFIX = "score."
 PRESET = "preset:"
 
@@ -188,16 +190,17 @@ def parse_filters(texts: Sequence[str], columns: Sequence[str], top: Sequence[fl
 
     Args:
         columns: names of the scores.
-        top: by per mille of the samples, the least clip score of those with the highest ones.
+        top: by per mille of the samples, the least score of those with the highest ones: of ``clip``, or of
+            ``learnability`` if that is the table's column.
     """
     filters = []
     for text in [part for name in texts for part in _expand_preset(name)]:
         match = _TOP.fullmatch(text)
         if match:
-            permille = round(float(match[1]) * 10)
+            permille = round(float(match[2]) * 10)
             if not 0 < permille < PERMILLE:
                 raise ConfigError(f"filter {text!r}: expected more than 0% and less than 100%")
-            text = f"score.clip >= {top[permille]!r}"
+            text = f"score.{match[1]} >= {top[permille]!r}"
         filter_ = Filter.of(text)
         column = filter_.name.removeprefix(PREFIX)
         if filter_.name != column and column not in columns:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings, strategies as st
 
 import clipkit.objectives.tiles
-from clipkit.objectives.base import compute_recall
+from clipkit.objectives.base import compare_pairs, compute_recall
 from tests.clipkit.plain_losses import given as given_batch
 
 
@@ -33,8 +33,16 @@ def test_recall_counts_nearest_neighbors(
     want = torch.stack([(cosines.argmax(by) == own).to(dtype).mean() for by in (1, 0)])
     with patch.multiple(clipkit.objectives.tiles, _TILE=tile, _LEAST_ROWS=1):
         found = compute_recall(batch.images, batch.texts, identities)
+        compared = compare_pairs(batch.images, batch.texts, torch.tensor(7.0), identities)
     torch.testing.assert_close(found, want)
     assert not found.requires_grad
+    losses = [F.cross_entropy(7 * table, own, reduction="none") for table in (cosines, cosines.T)]
+    torch.testing.assert_close(compared[:2], torch.stack(losses), atol=1e-5, rtol=1e-5)
+    others = cosines.clone().fill_diagonal_(-torch.inf)
+    margins = torch.stack([cosines.diagonal() - others.amax(by) for by in (1, 0)])
+    is_compared = margins.isfinite()
+    torch.testing.assert_close(compared[2:][is_compared], margins[is_compared], atol=1e-6, rtol=1e-5)
+    assert (compared[2:][~is_compared] > 1e29).all()
 
 
 @pytest.mark.parametrize("rows", [2, 3, 17, 100])
