@@ -39,9 +39,11 @@ from clipkit.model import CLIP
 from clipkit.model.architectures import Architecture
 from clipkit.objectives import select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, stopping
+from clipkit.training.backbone import LockedBackbones
 from clipkit.training.log import Log, describe_model, describe_start
 from clipkit.training.step import TrainingStep, check_rows
 from data import augment, loader, order, training_data
+from data.backbone import FeatureStore
 from data.loader import small_stages
 from data.shards.samples import Shards
 from eval import (
@@ -226,6 +228,39 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
     )
 
 
+def store_backbone_features(
+    config: Config, model: CLIP, train_loader: loader.Loader, *, bf16: bool
+) -> loader.Loader:
+    """With ``lock.store``, return a loader of features of locked backbones, which are computed first."""
+    if not config.lock.store:
+        return train_loader
+    if distributed.count_hosts() > 1:
+        raise ConfigError("lock.store = true is for one machine: each would encode all samples")
+    backbones = LockedBackbones(model=model, bf16=bf16)
+    store = FeatureStore(
+        shards=train_loader.shards,
+        image_size=train_loader.image_size,
+        augmentation=train_loader.augmentation,
+        decoding=train_loader.decoding,
+        seed=config.seed,
+        weights=backbones.hash(config.lock),
+        images=config.lock.stores("image"),
+        texts=config.lock.stores("text"),
+        views=config.lock.views,
+    )
+    distributed.allow_long_waits()
+    store.write(
+        backbones.encode_images,
+        backbones.encode_texts,
+        rank=distributed.rank(),
+        world_size=distributed.world_size(),
+        workers=config.data.workers,
+    )
+    distributed.broadcast_bytes(b"")  # wait for the parts of all ranks
+    distributed.end_long_waits()
+    return replace(train_loader, backbone=store.open())
+
+
 def resume(
     config: Config,
     newest: Path,
@@ -407,6 +442,7 @@ def main(arguments: Arguments) -> int:
             partly = unfreezing.has_locked_layers
             state = resume(config, newest, state, model, optimizer, averaged, partly=partly)
         unfreezing.lock_for_step(state.step)
+        train_loader = store_backbone_features(config, model, train_loader, bf16=bf16)
         if arguments.replay:
             repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
             names = train_loader.names(repeated.ids)
@@ -423,6 +459,7 @@ def main(arguments: Arguments) -> int:
             *data.describe(config, resumed=newest is not None),
             str(decoding),
             *notes,
+            *train_loader.notes,
             *describe_start(config, state.step, newest),
             *config.notes(step=state.step, samples=data.order.samples, layers=unfreezing.layers, hosts=hosts),
         ]

@@ -38,8 +38,9 @@ class Batch:
     """One rank's part of a global batch of image–caption pairs.
 
     Attributes:
-        images: (B, 3, S, S) uint8, channels last in memory.
-        tokens: (B, L) int64, trimmed to the longest caption of this part.
+        images: (B, 3, S, S) uint8, channels last in memory; or with ``lock.store`` pooled features (B, W) float32.
+        tokens: (B, L) int64, trimmed to the longest caption of this part; or with ``lock.store`` pooled features
+            (B, W) float32, also in place of other tokens.
         lengths: B token counts, including the end of text.
         more: ((K - 1) B, L) int64, the second captions of all images, the third, …, with ``data.caption_count`` K;
             then there are KB ``identities``. ``more_lengths`` are as ``lengths``.

@@ -503,7 +503,8 @@ class ModelConfig(Section):
     image_options: str = setting(
         "",
         'Arguments of the tower of model.image, as JSON, such as {"depth": 4, "global_pool": "map"} with timm, or '
-        '{"colors": 512, "causal": true} with pixels.',
+        '{"colors": 512, "causal": true} with pixels. With timm, {"projection": "mlp", "dropout": 0.5} makes the '
+        "projection two layers, with dropout in training.",
     )
     text: str = setting(
         "",
@@ -514,7 +515,7 @@ class ModelConfig(Section):
         "",
         'Options of a text tower of transformers, as JSON: {"pooling": "cls"} (the first token), "mean", "last" or '
         '"pooler" (the encoder\'s own), by default what sentence-transformers stores with the encoder, or mean; '
-        '{"projection": "linear"}, "mlp" (two layers) or "none".',
+        '{"projection": "linear"}, "mlp" (two layers, with "dropout": 0.5 between them in training) or "none".',
     )
     tokenizer: str = setting(
         "",
@@ -796,20 +797,24 @@ class DistillConfig(Section):
 
 
 _LOCKS = Within(
-    words='empty, "all", or the number of top layers to train',
-    holds=lambda value: value >= 0 if isinstance(value, int) else value in ("", "all"),
+    words='empty, "all", "backbone", or the number of top layers to train',
+    holds=lambda value: value >= 0 if isinstance(value, int) else value in ("", "all", "backbone"),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class LockConfig(Section):
-    """Locked (frozen) parameters; see clipkit/training/build.py. The temperature is always trained."""
+    """Locked (frozen) parameters; see clipkit/training/build.py. The temperature is always trained.
+
+    Locked layers compute as in evaluation, without dropout.
+    """
 
     section = "lock."
     image: str | int = setting(
         "",
-        '"all" locks the image tower (LiT); a number locks all but that many top layers. From the top, layers are '
-        "the projection with the last norm, the blocks in reverse order, and the embeddings.",
+        '"all" locks the image tower (LiT), "backbone" all but its projection to the embedding; a number locks all '
+        "but that many top layers. From the top, layers are the projection with the last norm, the blocks in "
+        "reverse order, and the embeddings.",
         _LOCKS,
     )
     text: str | int = setting("", "The same for the text tower.", _LOCKS)
@@ -825,18 +830,42 @@ class LockConfig(Section):
         at_least(0),
     )
     text_until: int = setting(0, "The same for the text tower.", at_least(0))
+    store: bool = setting(
+        False,
+        'Encode all images or texts once before training, by the towers locked with "all" or "backbone", and train '
+        "on the stored features: many times faster, with the same result. Other runs with these data, weights and "
+        "crops find them in clipkit's cache folder.",
+    )
+    views: int = setting(
+        1,
+        "Crops of each image to store: those of the first epochs, used in turn. An image tower sees as many crops "
+        "as without lock.store if there are as many views as epochs.",
+        between(1, 1000),
+        needs="store",
+    )
+
+    def stores(self, tower: str) -> bool:
+        """Whether features of the tower "image" or "text" are stored."""
+        return self.store and getattr(self, tower) in ("all", "backbone")
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        stores_any = self.stores("image") or self.stores("text")
+        locked = 'lock.image or lock.text is "all" or "backbone"'
+        require_use("lock.store", self.store, locked, stores_any or not self.store)
+        images = 'lock.image is "all" or "backbone"'
+        require_use("lock.views", self.views, images, self.views == 1 or self.stores("image"))
+        alone = "cannot be combined with lock.store"
+        require(not (self.store and self.unfreeze_every), "lock.unfreeze_every", self.unfreeze_every, alone)
         for tower, locked, until in (
             ("image", self.image, self.image_until),
             ("text", self.text, self.text_until),
         ):
             require(
-                locked != "all" or not until,
+                locked not in ("all", "backbone") or not until,
                 f"lock.{tower}_until",
                 until,
-                f"has no effect with lock.{tower}=all",
+                f"has no effect with lock.{tower}={locked}",
             )
 
 
@@ -1135,6 +1164,7 @@ class Config(Section):
                 require(not locked, f"lock.{name}", locked, alone)
             require(not self.model.new_head, "model.new_head", True, alone)
         self._check_projections()
+        self._check_stored_features()
         import_attribute("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
         import_attribute("clipkit.objectives:check_objectives")(self)
 
@@ -1142,6 +1172,26 @@ class Config(Section):
     def is_fine_tune(self) -> bool:
         """Whether the whole model starts with given weights."""
         return bool(self.model.weights) and not self.model.new_head
+
+    def _check_stored_features(self) -> None:
+        """Refuse what needs images or tokens in each step if features are stored instead."""
+        if not self.lock.store:
+            return
+        alone = "cannot be combined with lock.store"
+        settings = {
+            "small.steps": self.small.steps,
+            "distill.teacher": self.distill.teacher,
+            "sharding": "" if self.sharding == "none" else self.sharding,
+            **{f"{name}.weight": term.weight for name, term in self.terms.items()},
+        }
+        if self.lock.stores("image"):
+            settings["model.patch_dropout"] = self.model.patch_dropout
+            settings["model.projections"] = self.model.projections
+            settings["data.nvjpeg"] = self.data.nvjpeg
+        if self.lock.stores("text"):
+            settings["data.text_dropout"] = self.data.text_dropout
+        for name, value in settings.items():
+            require(not value, name, value, alone)
 
     def _check_projections(self) -> None:
         sources = self.data.sources

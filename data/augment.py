@@ -147,6 +147,9 @@ def empty_batch(count: int, image_size: int, channels: int = 3) -> Tensor:
     )
 
 
+CROP, SUBSTITUTE, CAPTION, NEGATIVE, WORDS = range(5)  # purposes of random numbers; part of their seed
+
+
 def random_of(*stream: int) -> np.random.Generator:
     """Return the random generator for a tuple of integers such as (seed, purpose, epoch, sample)."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence(stream)))

@@ -278,6 +278,16 @@ class CaptionRule:
             captions.append([caption for caption in texts if caption.strip()])
         return captions
 
+    def all_texts(self, fields: Fields) -> list[str]:
+        """Return all texts that training may use as a caption of a sample or as a wrong one."""
+        captions = [text for texts in self.captions_by_field(fields) for text in texts if is_utf8(text)]
+        texts = [
+            self.prefix + template.replace("{}", caption)
+            for template in self.templates or ("{}",)
+            for caption in captions
+        ]
+        return texts + (self.wrong_captions(fields) if self.negatives else [])
+
     def caption(self, fields: Fields, index: int, random: np.random.Generator | None) -> str | None:
         """Return the caption of a sample, None if it has none; only "all" uses ``index``."""
         captions_by_field = self.captions_by_field(fields)

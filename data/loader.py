@@ -31,6 +31,11 @@ from clipkit.samples import (
     plain_jpeg_size,
 )
 from data.augment import (
+    CAPTION,
+    CROP,
+    NEGATIVE,
+    SUBSTITUTE,
+    WORDS,
     Augmentation,
     JpegOfRow,
     Undecoded,
@@ -41,6 +46,7 @@ from data.augment import (
     random_of,
     training_pixels,
 )
+from data.backbone import BackboneFeatures, ViewOfImage
 from data.captions import TEXT, drop_words, hash_text
 from data.order import Order
 from data.shards.samples import Shards
@@ -72,6 +78,7 @@ class BatchPart:
     weights: list[float] = field(default_factory=list)
     further_texts: list[list[str]] = field(default_factory=list)  # of each sample
     features: list[FoundRow] = field(default_factory=list)
+    views: list[ViewOfImage] = field(default_factory=list)  # whose features are stored
     bad: list[BadSample] = field(default_factory=list)
     substitutes: list[int] = field(default_factory=list)  # rows
     traits: TraitCounts = field(default_factory=TraitCounts)
@@ -149,7 +156,6 @@ _NEARBY = 2  # of these, with groups, those that read the shard of the bad sampl
 _AHEAD = 4  # batches that each worker makes ahead, unless the memory below would not hold them
 _AHEAD_BYTES = 2 << 30  # of the batches that the workers of a rank make ahead; at least one batch each
 _SHARED_MEMORY = Path("/dev/shm")
-_CROP, _SUBSTITUTE, _CAPTION, _NEGATIVE, _WORDS = range(5)  # purposes of random numbers; part of their seed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +180,7 @@ class Loader:
         decode_later: leave plain JPEGs to ``on_device``, except those that must be rotated.
         stages: smaller sizes for the first steps; the crops are the same at every size.
         teacher: stored features of the samples.
+        backbone: features that take the place of images or tokens; None: all are made.
         text_dropout: probability that a word of a caption is left out, except those of the prefix.
     """
 
@@ -190,6 +197,7 @@ class Loader:
     decode_later: bool = False
     stages: tuple[Stage, ...] = ()
     teacher: StoredFeatures | None = None
+    backbone: BackboneFeatures | None = None
     text_dropout: float = 0.0
     _tokenizers: dict[int, Callable[[Sequence[str]], Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -200,6 +208,11 @@ class Loader:
         for stage in self.stages:
             tokenizer: Any = self.tokenize  # loaded once, because some load slowly
             self._tokenizers[stage.context_length] = tokenizer.replace_length(stage.context_length)
+
+    @property
+    def notes(self) -> list[str]:
+        """Lines about the stored features to print before a run."""
+        return [] if self.backbone is None else [self.backbone.describe()]
 
     def batches(self, start: int, stop: int) -> Iterator[LoaderBatch]:
         """Yield the batches of steps ``start`` to ``stop - 1``."""
@@ -230,6 +243,8 @@ class Loader:
         """Return how many batches each worker makes ahead, fewer if they are large."""
         rows = len(self.order.part(self.rank, self.world_size))
         batch = rows * self.decoding.channels * self.image_size**2
+        if self.backbone is not None and self.backbone.stores_images:
+            batch = rows * self.backbone.image_width * 4
         one_of_each = batch * self.num_workers
         most = _AHEAD_BYTES
         if _SHARED_MEMORY.is_dir():
@@ -263,12 +278,17 @@ class Loader:
         captions = [caption for i in range(count) for caption in part.captions[i::count]]
         further_texts = [*chain.from_iterable(zip(*part.further_texts, strict=True))]
         texts = [text for i in range(count) for text in part.texts[i::count]] + part.negatives + further_texts
-        tokenize = self._tokenizers[stage.context_length] if stage else self.tokenize
-        tokens = tokenize(texts)
-        lengths = token_lengths(tokens)
-        count_cut = getattr(self.tokenize, "count_cut", None)
-        cut = count_cut(texts[: len(captions)], tokens[: len(captions)]) if count_cut and not stage else 0
         rows = len(draw.ids)
+        if self.backbone is not None and self.backbone.stores_texts:
+            tokens, were_cut = self.backbone.read_texts(texts)
+            lengths = (1,) * len(texts)
+            cut = sum(were_cut[: len(captions)])
+        else:
+            tokenize = self._tokenizers[stage.context_length] if stage else self.tokenize
+            tokens = tokenize(texts)
+            lengths = token_lengths(tokens)
+            count_cut = getattr(self.tokenize, "count_cut", None)
+            cut = count_cut(texts[: len(captions)], tokens[: len(captions)]) if count_cut and not stage else 0
         sizes = [rows, len(captions) - rows, len(part.negatives), len(further_texts)]
         tokens, more, negatives, further = tokens.split(sizes)
         columns = [part.numbers * count, [caption_hash(caption) for caption in captions]]
@@ -276,7 +296,7 @@ class Loader:
             columns.append(part.groups * count)
         ids, identities = ids_and_identities(draw.ids, *columns)
         return LoaderBatch(
-            images=part.images,
+            images=self.backbone.read_images(part.views) if self.backbone and part.views else part.images,
             tokens=tokens,
             lengths=lengths[:rows],
             ids=ids,
@@ -315,9 +335,12 @@ class Loader:
         fields = self.shards.selection.fields
         columns = 3 if fields.same else 2
         further = fields.count_texts * count
+        tokens = torch.zeros(count, 1, dtype=torch.int64)
+        if self.backbone is not None and self.backbone.stores_texts:
+            tokens = torch.zeros(count, self.backbone.text_width)
         return LoaderBatch(
             images=self._empty_batch(count, stage).zero_(),
-            tokens=torch.zeros(count, 1, dtype=torch.int64),
+            tokens=tokens,
             lengths=(1,) * count,
             ids=ids,
             identities=ids[:, None].repeat(more + 1, columns),
@@ -326,16 +349,18 @@ class Loader:
             fault=str(error),
             bad=error.bad if isinstance(error, BatchError) else (),
             teacher=None if self.teacher is None else self.teacher.zeros(count),
-            more=torch.zeros(more * count, 1, dtype=torch.int64) if more else None,
+            more=tokens.repeat(more, 1) if more else None,
             more_lengths=(1,) * (more * count),
-            negatives=torch.zeros(count, 1, dtype=torch.int64) if self._has_negatives else None,
+            negatives=tokens if self._has_negatives else None,
             negative_lengths=(1,) * count if self._has_negatives else (),
-            fields=torch.zeros(further, 1, dtype=torch.int64) if further else None,
+            fields=tokens.repeat(fields.count_texts, 1) if further else None,
             field_lengths=(1,) * further,
             weights=torch.ones(count) if fields.weight else None,
         )
 
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
+        if self.backbone is not None and self.backbone.stores_images:
+            return torch.empty(count, self.backbone.image_width)
         return empty_batch(count, stage.image_size if stage else self.image_size, self.decoding.channels)
 
     @property
@@ -380,7 +405,7 @@ class Loader:
             except DataError as error:
                 shard, key = self.shards.locate(chosen)
                 part.bad.append(BadSample(shard=shard, key=key, cause=str(error)))
-            substitutes = substitutes or random_of(self.order.seed, _SUBSTITUTE, epoch, sample_id)
+            substitutes = substitutes or random_of(self.order.seed, SUBSTITUTE, epoch, sample_id)
             choices = range(len(self.shards))
             if (
                 self.order.groups > 1 and attempt < _NEARBY
@@ -399,7 +424,7 @@ class Loader:
         sample = self.shards.read(sample_id)
         part.read_seconds += time.perf_counter() - began
         rule = self.shards.selection.captions
-        random = random_of(self.order.seed, _CAPTION, epoch, sample_id) if rule.draws else None
+        random = random_of(self.order.seed, CAPTION, epoch, sample_id) if rule.draws else None
         if rule.count > 1:
             captions = rule.several(sample.fields, random)
         else:
@@ -415,29 +440,18 @@ class Loader:
         weight = fields.weigh(sample.fields, rule, sample.caption_number) if fields.weight else 1.0
         further_texts = fields.further_texts(sample.fields)
         features = self.teacher.find(sample.image, captions[0]) if self.teacher is not None else None
-        random = random_of(self.order.seed, _CROP, epoch, sample_id)
-        size = plain_jpeg_size(sample.image) if self.decode_later else None
-        traits = Traits() if size is None else Traits(rotated=jpeg_orientation(sample.image) != 1)
-        if size is not None and not (traits.rotated and self.decoding.upright):
-            recipe = draw_recipe(*size, self.augmentation, random)
-            part.undecoded.append(JpegOfRow(row=row, data=sample.image, size=size, recipe=recipe))
+        number = sample_id - sample.caption_number  # of the first sample with this image
+        if self.backbone is not None and self.backbone.stores_images:
+            part.views.append(self.backbone.find_view(number, epoch + sample.caption_number))
+            part.traits.add(part.views[-1].traits)
         else:
-            traits = training_pixels(
-                sample.image,
-                image_size=part.images.shape[-1],
-                augmentation=self.augmentation,
-                random=random,
-                out=part.images[row],
-                decoding=self.decoding,
-            )
-        part.traits.add(traits)
+            self._add_image(row, sample.image, random_of(self.order.seed, CROP, epoch, sample_id), part)
         part.captions += captions
         part.texts += self._drop_words(captions, epoch, sample_id)
         if self._has_negatives:
             wrong = rule.wrong_captions(sample.fields) or captions
-            random = random_of(self.order.seed, _NEGATIVE, epoch, sample_id)
+            random = random_of(self.order.seed, NEGATIVE, epoch, sample_id)
             part.negatives.append(wrong[int(random.integers(len(wrong)))][:MAX_CHARACTERS])
-        number = sample_id - sample.caption_number  # of the first sample with this image
         part.numbers.append(number)
         part.further_texts.append([text[:MAX_CHARACTERS] for text in further_texts])
         if fields.weight:
@@ -448,10 +462,27 @@ class Loader:
         if features is not None:
             part.features.append(features)
 
+    def _add_image(self, row: int, image: bytes, random: np.random.Generator, part: BatchPart) -> None:
+        size = plain_jpeg_size(image) if self.decode_later else None
+        traits = Traits() if size is None else Traits(rotated=jpeg_orientation(image) != 1)
+        if size is not None and not (traits.rotated and self.decoding.upright):
+            recipe = draw_recipe(*size, self.augmentation, random)
+            part.undecoded.append(JpegOfRow(row=row, data=image, size=size, recipe=recipe))
+        else:
+            traits = training_pixels(
+                image,
+                image_size=part.images.shape[-1],
+                augmentation=self.augmentation,
+                random=random,
+                out=part.images[row],
+                decoding=self.decoding,
+            )
+        part.traits.add(traits)
+
     def _drop_words(self, captions: Sequence[str], epoch: int, sample_id: int) -> Sequence[str]:
         if not self.text_dropout:
             return captions
-        random = random_of(self.order.seed, _WORDS, epoch, sample_id)
+        random = random_of(self.order.seed, WORDS, epoch, sample_id)
         prefix = self.shards.selection.captions.prefix
         return [
             prefix + drop_words(caption.removeprefix(prefix), self.text_dropout, random)

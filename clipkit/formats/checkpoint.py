@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -388,8 +388,10 @@ def collect_tensors(model: CLIP) -> dict[str, Tensor]:
     return tensors
 
 
-def model_hash(model: CLIP) -> str:
+def model_hash(model: CLIP, names: Collection[str] | None = None) -> str:
     """Hash the weights, the architecture, the preprocessing and ``dim`` to 32 hexadecimal digits.
+
+    With ``names``, only these weights are part of the hash.
 
     Not secure against deliberate collisions: tensors are hashed with CRC-32, which takes a tenth of the time of a
     cryptographic hash. The initialization scheme is not part of the hash.
@@ -408,6 +410,8 @@ def model_hash(model: CLIP) -> str:
     if model.dim != shape.embed_dim:
         digest.update(f"dim {model.dim}\n".encode())
     for name, tensor in sorted(model.state_dict().items()):
+        if names is not None and name not in names:
+            continue
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
     return digest.hexdigest()[:32]

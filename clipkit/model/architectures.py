@@ -75,6 +75,9 @@ class TowerArchitecture:
             if entry.type is int:
                 most = _MAX_LAYERS if entry.name == "layers" else _MAX
                 _check_integer(entry.name, value, most, least=entry.metadata.get("least", 1))
+            elif entry.name == "dropout":
+                if type(value) not in (int, float) or not 0 <= value < 1:
+                    raise ConfigError(f"dropout = {value!r} is not at least 0 and below 1")
             elif entry.type is float:
                 if type(value) not in (int, float) or not 0 < value <= _MAX_RATIO:
                     raise ConfigError(
@@ -156,6 +159,26 @@ class TowerArchitecture:
         A tower without blocks overrides it, so that nothing is locked by mistake.
         """
         return _TRANSFORMER if self.has_blocks else None
+
+    @property
+    def projection_prefix(self) -> str:
+        """How the names of the projection's parameters begin in the module; "" if the tower cannot be split there.
+
+        A tower is then a backbone, ``pool_inputs``, followed by a projection, ``project``.
+        """
+        return ""
+
+    def pool_inputs(self, module: "nn.Module", inputs: "Tensor") -> "Tensor":
+        """Compute pooled features (B, W) of the inputs of the tower."""
+        tower: Any = module
+        pooled: Tensor = tower.pool(inputs)
+        return pooled
+
+    def project(self, module: "nn.Module", pooled: "Tensor") -> "Tensor":
+        """Compute features (B, O), not normalized, of pooled features (B, W)."""
+        tower: Any = module
+        features: Tensor = tower.project(pooled)
+        return features
 
     def open_clip_config(self) -> dict[str, Any]:
         """Return open_clip's ``vision_cfg`` or ``text_cfg`` of the tower; ConfigError if open_clip lacks it."""
@@ -442,6 +465,10 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return self.patches + further, self.width
 
     @property
+    def projection_prefix(self) -> str:
+        return "" if self.distilled else "proj"
+
+    @property
     def plain(self) -> "VisionTower":
         return self
 
@@ -651,6 +678,10 @@ class TextTower(_TransformerTower, TextArchitecture):
     @property
     def token_width(self) -> int:
         return self.width
+
+    @property
+    def projection_prefix(self) -> str:
+        return "text_projection"
 
     @property
     def plain(self) -> "TextTower":

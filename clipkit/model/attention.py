@@ -289,7 +289,7 @@ def _encode_with_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | N
         return pooled @ proj.float(), pooled
     pooling = getattr(visual, "trunk", None)
     if is_plain:
-        is_norm_last = visual.attn_pool is None or visual.pool == "mean_norm"
+        is_norm_last = visual.attn_pool is None or visual.pooling == "mean_norm"
         pooling = visual.ln_post if is_norm_last else visual.attn_pool
     if not isinstance(pooling, nn.Module):
         return model.encode_image(images, normalize=False), None

@@ -261,12 +261,14 @@ class CLIP(nn.Module):
         """Encode images to (B, O), in float32 for all dtypes of the tower (float64 for a float64 model).
 
         Args:
-            images: (B, C, S, S) uint8, or normalized float.
+            images: (B, C, S, S) uint8, or normalized float; or their pooled features (B, W), see ``pool_images``.
             patches: (B, K) int64, the patches of each image to compute, see ``draw_patches``; None for all.
             projections: (B,) int64, the projection of each image: 0 for the image tower's, i for the i-th of
                 ``image_projections``; None: the image tower's for all.
         """
-        if self.architecture.vision.patches is not None:
+        if images.ndim == 2:
+            features = self.architecture.vision.project(self.visual, images)
+        elif self.architecture.vision.patches is not None:
             colors = self.colors if images.dtype == torch.uint8 else None
             by_source = self._select_projections(projections)
             features = self.visual(images, patches, colors=colors, by_source=by_source)
@@ -286,20 +288,51 @@ class CLIP(nn.Module):
         so there texts are computed to the given width (the tokenizer trims). Other towers compute all tokens.
 
         Args:
+            tokens: (B, L) int64; or pooled features of texts (B, W), see ``pool_texts``.
             lengths: number of tokens of each text including end of text (its largest token).
         """
+        if tokens.is_floating_point():
+            return self._finish_features(self._project_texts(tokens), normalize=normalize)
         self._check_shape(tokens)
         if self.text is not None:
             features = self.text(tokens)
             if self.architecture.distilled:
                 features = normalize_halves(features)
             return self._finish_features(features, normalize=normalize)
-        rows = self._lay_out_texts(tokens, lengths)
-        readout = self.ln_final(self.transformer(self._embed_texts(tokens, rows), rows))  # (B, D)
-        features = readout @ self.text_projection
+        readout, rows = self._read_texts(tokens, lengths)
+        features = self._project_texts(readout)
         if isinstance(rows, Packed):
             features = rows.restore_order(features)
         return self._finish_features(features, normalize=normalize)
+
+    def pool_images(self, images: Tensor) -> Tensor:
+        """Compute pooled features (B, W), which the image tower's projection turns into features.
+
+        ``encode_image`` takes them instead of images. Only for architectures whose ``vision.projection_prefix`` is
+        not empty.
+
+        Args:
+            images: (B, C, S, S) uint8, or normalized float.
+        """
+        return self.architecture.vision.pool_inputs(self.visual, self._normalize_colors(images))
+
+    def pool_texts(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:
+        """Compute pooled features (B, W) of texts, as ``pool_images``; arguments as for ``encode_text``."""
+        if self.text is not None:
+            return self.architecture.text.pool_inputs(self.text, tokens)
+        readout, rows = self._read_texts(tokens, lengths)
+        return rows.restore_order(readout) if isinstance(rows, Packed) else readout
+
+    def _read_texts(self, tokens: Tensor, lengths: Sequence[int] | None) -> tuple[Tensor, Rows]:
+        """Compute the normalized end of each text (B, D), in the order of its layout."""
+        rows = self._lay_out_texts(tokens, lengths)
+        return self.ln_final(self.transformer(self._embed_texts(tokens, rows), rows)), rows
+
+    def _project_texts(self, pooled: Tensor) -> Tensor:
+        if self.text is not None:
+            return self.architecture.text.project(self.text, pooled)
+        features: Tensor = pooled @ self.text_projection
+        return features
 
     @property
     def colors(self) -> tuple[Tensor, Tensor]:

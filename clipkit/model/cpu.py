@@ -31,7 +31,6 @@ Input = TypeVar("Input")
 Output = TypeVar("Output")
 
 _ROWS = 16  # with fewer, a product is bound by reading the weights
-_DTYPES = (torch.float32, torch.bfloat16)
 _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # options of glibc's mallopt
 _MOST_FREE = 2**30  # bytes
 
@@ -47,6 +46,10 @@ class PackedWeights:
     def __init__(self, model: nn.Module) -> None:
         self._storages: set[int] = set()
         has_fast_path = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        # oneDNN reorders bfloat16 only for processors with instructions for it
+        self._dtypes = {torch.float32}
+        if torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            self._dtypes.add(torch.bfloat16)
         if torch.backends.mkldnn.is_available() and not has_fast_path:
             for parameter in model.parameters():
                 if parameter.device.type == "cpu":
@@ -63,7 +66,7 @@ class PackedWeights:
         autocast = torch.is_autocast_enabled("cpu")
         dtype = torch.get_autocast_dtype("cpu") if autocast else weight.dtype
         is_packable = weight.untyped_storage().data_ptr() in self._storages and weight.is_contiguous()
-        fits = dtype in _DTYPES and (autocast or x.dtype == dtype) and x.numel() >= _ROWS * x.shape[-1]
+        fits = dtype in self._dtypes and (autocast or x.dtype == dtype) and x.numel() >= _ROWS * x.shape[-1]
         if not (is_packable and fits) or torch.is_grad_enabled():
             return None
         key = (weight.data_ptr(), weight.shape, dtype)

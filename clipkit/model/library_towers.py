@@ -117,6 +117,17 @@ class OpenClipVision(ImageArchitecture):
     def encode_with_tokens(self, module: "nn.Module", images: "Tensor") -> "tuple[Tensor, Tensor]":
         return _call_with_output_tokens(module, images)
 
+    @property
+    def projection_prefix(self) -> str:
+        projects_vectors = self.config.get("timm_pool") not in ("abs_attn", "rot_attn")
+        return "head." if self.backbone and projects_vectors else ""
+
+    def pool_inputs(self, module: "nn.Module", inputs: "Tensor") -> "Tensor":
+        return _call_submodule(module, "trunk", inputs)
+
+    def project(self, module: "nn.Module", pooled: "Tensor") -> "Tensor":
+        return _call_submodule(module, "head", pooled)
+
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         if self.backbone:
             return _map_backbone_layers(module.get_submodule("trunk"))
@@ -134,20 +145,27 @@ class OpenClipVision(ImageArchitecture):
 
 @dataclass(frozen=True, kw_only=True)
 class TimmVision(ImageArchitecture):
-    """A backbone of timm with its own pooling and a linear projection.
+    """A backbone of timm with its own pooling and a projection, whose names are open_clip's.
 
     Attributes:
         options: arguments with which timm builds it, such as ``{"depth": 4, "global_pool": "map"}``: numbers,
             strings and lists of them, none that read files.
+        projection: "linear", or "mlp" (one hidden layer, twice as wide as the embedding).
+        dropout: probability with which values of the hidden layer of "mlp" are dropped in training.
     """
 
     image_size: int
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    projection: str = field(default="linear", repr=False)  # not in the hash of models with the default
+    dropout: float = field(default=0.0, repr=False)
     setting = "timm:NAME, such as timm:resnet50"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.projection not in ("linear", "mlp"):
+            raise ConfigError(f"projection = {self.projection!r} is unknown: linear or mlp")
+        _check_dropout(self.dropout, self.projection)
         for key, value in self.options.items():
             if key in _FIXED_OPTIONS:
                 raise ConfigError(f"image option {key!r} cannot be set")
@@ -159,7 +177,13 @@ class TimmVision(ImageArchitecture):
                 )
 
     def replace_options(self, options: Mapping[str, Any]) -> Self:
-        return replace(self, options=options)
+        further = dict(options)
+        head = {name: further.pop(name) for name in ("projection", "dropout") if name in further}
+        return replace(self, options=further, **head)
+
+    @property
+    def variant(self) -> str:
+        return "" if self.projection == "linear" else f"{self.projection} projection\n"
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -181,8 +205,24 @@ class TimmVision(ImageArchitecture):
             raise ConfigError(f"timm rejects {self.name} at {self.image_size} pixels: {error!r}") from error
         width = getattr(trunk, "head_hidden_size", None) or trunk.num_features
         assert isinstance(width, int)
-        head = nn.Sequential(OrderedDict(proj=nn.Linear(width, embed_dim, bias=False)))
-        return nn.Sequential(OrderedDict(trunk=trunk, head=head))
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if self.projection == "mlp":
+            layers["mlp"] = timm.layers.Mlp(
+                width, 2 * embed_dim, embed_dim, drop=(self.dropout, 0.0), bias=(True, False)
+            )
+        else:
+            layers["proj"] = nn.Linear(width, embed_dim, bias=False)
+        return nn.Sequential(OrderedDict(trunk=trunk, head=nn.Sequential(layers)))
+
+    @property
+    def projection_prefix(self) -> str:
+        return "head."
+
+    def pool_inputs(self, module: "nn.Module", inputs: "Tensor") -> "Tensor":
+        return _call_submodule(module, "trunk", inputs)
+
+    def project(self, module: "nn.Module", pooled: "Tensor") -> "Tensor":
+        return _call_submodule(module, "head", pooled)
 
     def replace_channels(self, channels: int) -> Self:
         return replace(self, channels=channels)
@@ -233,7 +273,7 @@ class TimmVision(ImageArchitecture):
             "timm_model_name": self.name,
             "timm_model_pretrained": False,
             "timm_pool": "",
-            "timm_proj": "linear",
+            "timm_proj": self.projection,
         }
 
     def timm_model(self) -> tuple[str, dict[str, Any]]:
@@ -324,6 +364,7 @@ class TransformersText(TextArchitecture):
         pooling: "mean" over the tokens, "cls" for the first one, "last" for the last one, or "pooler" for the
             encoder's own.
         projection: "linear", "mlp" (one hidden layer), or "none".
+        dropout: probability with which values of the hidden layer of "mlp" are dropped in training.
     """
 
     context_length: int
@@ -331,6 +372,7 @@ class TransformersText(TextArchitecture):
     config: Mapping[str, Any]
     pooling: str = "mean"
     projection: str = "linear"
+    dropout: float = field(default=0.0, repr=False)  # not in the hash of a model
     setting = "transformers:FOLDER or NAME"
 
     def __post_init__(self) -> None:
@@ -339,6 +381,7 @@ class TransformersText(TextArchitecture):
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name} = {value!r} is unknown: {nearest(str(value), allowed)}")
+        _check_dropout(self.dropout, self.projection)
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -351,8 +394,10 @@ class TransformersText(TextArchitecture):
         )
 
     def replace_options(self, options: Mapping[str, Any]) -> Self:
-        if unknown := options.keys() - {"pooling", "projection"}:
-            raise ConfigError(f"text option {min(unknown)!r} is unknown: known are pooling and projection")
+        if unknown := options.keys() - {"pooling", "projection", "dropout"}:
+            raise ConfigError(
+                f"text option {min(unknown)!r} is unknown: known are pooling, projection and dropout"
+            )
         return replace(self, **options)
 
     @property
@@ -398,7 +443,12 @@ class TransformersText(TextArchitecture):
             pad_id=config.pad_token_id,
             pooling=self.pooling,
             projection=self.projection,
+            dropout=self.dropout,
         )
+
+    @property
+    def projection_prefix(self) -> str:
+        return "proj."
 
     @property
     def hub_source(self) -> str:
@@ -459,6 +509,16 @@ class TransformersText(TextArchitecture):
 
     def map_layers(self, module: "nn.Module") -> Callable[[str], Layer] | None:
         return _ENCODER
+
+
+def _check_dropout(dropout: float, projection: str) -> None:
+    if dropout and projection != "mlp":
+        raise ConfigError(f"dropout = {dropout} has no effect without projection = 'mlp'")
+
+
+def _call_submodule(module: "nn.Module", name: str, inputs: "Tensor") -> "Tensor":
+    outputs: Tensor = module.get_submodule(name)(inputs)
+    return outputs
 
 
 def _is_plain_option(value: object) -> bool:

@@ -482,7 +482,7 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         self.image_size, self.patch_size = image_size, patch_size
-        self.pool, self.positions = pool, positions
+        self.pooling, self.positions = pool, positions
         patches = (image_size // patch_size) ** 2
         # a convolution for the parameter's name and shape; applied as a matrix product
         self.conv1 = nn.Conv2d(channels, width, kernel_size=patch_size, stride=patch_size, bias=False)
@@ -512,12 +512,35 @@ class VisionTransformer(nn.Module):
         by_source: SourceProjections | None = None,
     ) -> Tensor:
         """Compute features (B, O), not normalized; arguments as for ``encode_with_tokens``."""
-        if self.pool != "class":
-            return self.encode_with_tokens(images, patches, colors=colors, by_source=by_source)[0]
-        x = self.stem(images, patches, colors=colors)
-        return self._project(self.ln_post(self.transformer(x, Padded())), by_source)  # (B, O)
+        if self.pooling == "distilled":
+            return self.encode_with_tokens(images, patches, colors=colors)[0]
+        return self.project(self.pool(images, patches, colors=colors), by_source)
 
-    def _project(self, pooled: Tensor, by_source: SourceProjections | None) -> Tensor:
+    def pool(
+        self,
+        images: Tensor,
+        patches: Tensor | None = None,
+        *,
+        colors: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Compute pooled features (B, D); arguments as for ``stem``."""
+        x = self.stem(images, patches, colors=colors)
+        if self.pooling == "class":
+            pooled: Tensor = self.ln_post(self.transformer(x, Padded()))
+            return pooled
+        return self._pool_tokens(self.transformer.compute_tokens(x, Padded()))[0]
+
+    def _pool_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Pool the tokens of the last block (B, 1 + K, D) to (B, D), and return them normalized too."""
+        tokens: Tensor = self.ln_post(x)
+        if self.attn_pool is None:
+            return tokens[:, 0], tokens
+        if self.pooling == "mean_norm":
+            return self.ln_post(self.attn_pool(x)), tokens
+        return self.attn_pool(tokens), tokens
+
+    def project(self, pooled: Tensor, by_source: SourceProjections | None = None) -> Tensor:
+        """Compute features (B, O) of pooled features (B, D)."""
         features: Tensor = pooled @ self.proj
         if by_source is not None:
             for i, projection in enumerate(by_source.projections, start=1):
@@ -544,17 +567,12 @@ class VisionTransformer(nn.Module):
         """
         x = self.stem(images, patches, colors=colors, replaced=replaced)
         x = self.transformer.compute_tokens(x, Padded())
-        tokens: Tensor = self.ln_post(x)
-        if self.pool == "distilled":
+        if self.pooling == "distilled":
+            tokens: Tensor = self.ln_post(x)
             pair = zip(tokens[:, :2].unbind(dim=1), self.proj.chunk(2, dim=1), strict=True)
             return normalize_halves(torch.cat([token @ proj for token, proj in pair], dim=-1)), tokens
-        if self.attn_pool is None:
-            pooled = tokens[:, 0]
-        elif self.pool == "mean_norm":
-            pooled = self.ln_post(self.attn_pool(x))
-        else:
-            pooled = self.attn_pool(tokens)
-        return self._project(pooled, by_source), tokens
+        pooled, tokens = self._pool_tokens(x)
+        return self.project(pooled, by_source), tokens
 
     def stem(
         self,
@@ -603,7 +621,7 @@ class VisionTransformer(nn.Module):
         positions = positions.to(x.dtype)  # (P + 1, D)
         first = (self.class_embedding.to(x.dtype) + positions[0]).expand(x.shape[0], 1, -1)
         x = x + (positions[1:] if patches is None else F.embedding(patches, positions[1:]))
-        if self.pool == "distilled":
+        if self.pooling == "distilled":
             second = self.distillation_embedding.to(x.dtype).expand(x.shape[0], 1, -1)
             first = torch.cat([first, second], dim=1)
         out: Tensor = self.ln_pre(torch.cat([first, x], dim=1))
@@ -615,7 +633,7 @@ class VisionTransformer(nn.Module):
         std = self.class_embedding.shape[0] ** -0.5
         for parameter in (self.class_embedding, self.proj):
             nn.init.normal_(parameter, std=std)
-        if self.pool == "distilled":
+        if self.pooling == "distilled":
             nn.init.normal_(self.distillation_embedding, std=std)
         if self.positions.startswith("learned"):
             nn.init.normal_(self.positional_embedding, std=0.8 if small_data else std)
@@ -808,6 +826,7 @@ class PooledEncoder(nn.Module):
         pad_id: int | None,
         pooling: str,
         projection: str,
+        dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.transformer = encoder
@@ -820,17 +839,27 @@ class PooledEncoder(nn.Module):
             self.proj = nn.Linear(width, output_dim, bias=False)
         elif projection == "mlp":
             hidden = (width + output_dim) // 2
+            activation = nn.Sequential(nn.GELU(), nn.Dropout(dropout))
             self.proj = nn.Sequential(
-                nn.Linear(width, hidden, bias=False), nn.GELU(), nn.Linear(hidden, output_dim, bias=False)
+                nn.Linear(width, hidden, bias=False), activation, nn.Linear(hidden, output_dim, bias=False)
             )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, L) int64 → (B, O)."""
+        return self.project(self.pool(tokens))
+
+    def project(self, pooled: Tensor) -> Tensor:
+        """Compute features (B, O) of pooled features (B, D)."""
+        features: Tensor = self.proj(pooled)
+        return features
+
+    def pool(self, tokens: Tensor) -> Tensor:
+        """Compute pooled features: (B, L) int64 → (B, D)."""
         visible = torch.ones_like(tokens) if self.pad_id is None else (tokens != self.pad_id).long()
         out = self.transformer(input_ids=tokens, attention_mask=visible)
         hidden = out.last_hidden_state  # (B, L, D)
         if self.pooling == "mean":
-            pooled = (hidden * visible[..., None]).sum(dim=1) / visible.sum(dim=-1, keepdim=True)
+            pooled: Tensor = (hidden * visible[..., None]).sum(dim=1) / visible.sum(dim=-1, keepdim=True)
         elif self.pooling == "cls":
             pooled = hidden[:, 0]
         elif self.pooling == "last":
@@ -838,8 +867,7 @@ class PooledEncoder(nn.Module):
             pooled = hidden[torch.arange(len(hidden), device=tokens.device), positions.argmax(dim=1)]
         else:
             pooled = out.pooler_output
-        features: Tensor = self.proj(pooled)
-        return features
+        return pooled
 
 
 # Patch dropout of FLIP (Li et al. 2022, arXiv 2212.00794): a ViT trained on half of the patches costs about half.

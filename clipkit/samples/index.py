@@ -37,7 +37,7 @@ from clipkit.samples.tar import TruncatedError, list_tar_files, sample_name
 # ``npz``. A damaged file counts as missing, because everything stored this way can be recreated.
 
 _ALIGNMENT = 64
-_KINDS = ("<u1", "<u2", "<u4", "<u8", "<i8")
+_KINDS = ("<u1", "<u2", "<u4", "<u8", "<i8", "<f4")
 _CHECK = 8  # hexadecimal digits of the checksum of everything after it, at the start of the file
 
 
@@ -78,7 +78,7 @@ class Strings:
 
 
 def pack_arrays(about: Mapping[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> bytes:
-    """Encode ``about`` (JSON) and arrays of unsigned or 64-bit integers."""
+    """Encode ``about`` (JSON) and arrays of unsigned or 64-bit integers, or of 32-bit floats."""
     contents = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     shapes = {name: [array.dtype.str.replace("|", "<"), *array.shape] for name, array in contents.items()}
     assert all(kind in _KINDS for kind, *_ in shapes.values())

@@ -496,8 +496,6 @@ def scored_weights(model: CLIP, averaged: AveragedWeights | None, *, reshard: bo
 # A tower of n blocks has n + 2 depths: 0 is the stem, which makes tokens (embeddings), i + 1 is block i, and n + 1
 # is the head, which makes features (norm, pooling, projection). Settings count layers from the top: the head is 1.
 
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
@@ -571,13 +569,19 @@ def lock(
 
     Args:
         model: a CLIP, before its optimizer is made.
-        image: "" locks nothing; "all" the image tower; a number all but that many top layers.
+        image: "" locks nothing; "all" the image tower; "backbone" all but its projection; a number all but that
+            many top layers.
         text: the same for the text tower.
         terms: local terms that are trained; the heads of others are locked, since they get no gradient.
     """
     settings = {"image": image, "text": text}
+    projections = {
+        tower: projection_prefix(model, tower) for tower, value in settings.items() if value == "backbone"
+    }
     unlocked = {
-        tower: 0 if value == "all" else int(value) for tower, value in settings.items() if value != ""
+        tower: 0 if value in ("all", "backbone") else int(value)
+        for tower, value in settings.items()
+        if value != ""
     }
     where = places(model) if any(unlocked.values()) else {}
     for tower, depths in unlocked.items():
@@ -586,7 +590,10 @@ def lock(
             most = f"expected at most {count}, the tower's layers including stem and head"
             require(depths <= count, f"lock.{tower}", depths, most)
     for name, parameter in model.named_parameters():
-        depths = unlocked.get(tower_of(name), -1)
+        tower = tower_of(name)
+        depths = unlocked.get(tower, -1)
+        if tower in projections and name.startswith(projections[tower]):
+            continue
         unused = any(name.startswith(head) for term, head in HEADS.items() if term not in terms)
         if unused or depths == 0 or (depths > 0 and where[name].above >= depths):
             parameter.requires_grad_(False)
@@ -594,19 +601,34 @@ def lock(
         raise ConfigError(
             f"lock.image = {image!r} and lock.text = {text!r} leave nothing to train: unlock a tower"
         )
-    still_statistics(model)
+    evaluate_locked_modules(model)
 
 
-def still_statistics(model: nn.Module) -> None:
-    """Put batch norms with locked parameters into evaluation mode; call it after each ``model.train()``.
+def projection_prefix(model: CLIP, tower: str) -> str:
+    """Return how the names of the projection of the tower "image" or "text" begin.
 
-    Otherwise their running statistics, and with them a locked tower's features, would change.
+    Raises:
+        ConfigError: it is not known.
+    """
+    shape = model.architecture.vision if tower == "image" else model.architecture.text
+    if not shape.projection_prefix:
+        raise ConfigError(
+            f"lock.{tower}=backbone and lock.store need a tower with a known projection, not {shape.description}: "
+            "lock it whole or by layers, without lock.store"
+        )
+    module = "visual." if tower == "image" else "text."
+    return shape.projection_prefix if shape.plain and tower == "text" else module + shape.projection_prefix
+
+
+def evaluate_locked_modules(model: nn.Module) -> None:
+    """Put modules whose parameters are all locked into evaluation mode; call it after each ``model.train()``.
+
+    Otherwise a locked tower's features would change with the running statistics of batch norms, and with dropout.
     """
     for module in model.modules():
-        if isinstance(module, _BATCH_NORMS):
-            parameters = list(module.parameters(recurse=False))
-            if parameters and not any(parameter.requires_grad for parameter in parameters):
-                module.eval()
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
 
 
 class Unfreezing:
@@ -667,5 +689,5 @@ class Unfreezing:
                 parameter.grad = None
         if changed:
             self._model.train(self._model.training)
-            still_statistics(self._model)
+            evaluate_locked_modules(self._model)
         return changed

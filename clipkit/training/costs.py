@@ -274,7 +274,7 @@ def measure_step(
     """
     shape = work.model.architecture
     vision = shape.vision
-    size = image_size or vision.image_size
+    size = vision.image_size if work.config.lock.stores("image") else image_size or vision.image_size
     length = length or shape.text.context_length
     with measuring() as meter:
         shadow = copy_without_values(work.model)
@@ -288,11 +288,19 @@ def measure_step(
             terms=work.terms,
             averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(work.terms) else None,
         )
+        lock = work.config.lock
+        images = torch.empty(rows, vision.channels, size, size, dtype=torch.uint8)
+        tokens = torch.empty(rows * (1 + further), length, dtype=torch.int64)
+        with torch.no_grad():
+            if lock.stores("image"):
+                images = shadow.pool_images(images)
+            if lock.stores("text"):
+                tokens = shadow.pool_texts(tokens, lengths=(length,) * len(tokens))
         batch = Batch(
-            images=torch.empty(rows, vision.channels, size, size, dtype=torch.uint8),
-            tokens=torch.empty(rows, length, dtype=torch.int64),
+            images=images,
+            tokens=tokens[:rows],
             lengths=(length,) * rows,
-            more=torch.empty(rows * further, length, dtype=torch.int64) if further else None,
+            more=tokens[rows:] if further else None,
             more_lengths=(length,) * (rows * further),
             ids=torch.empty(rows, dtype=torch.int64),
             identities=torch.empty(rows * (1 + further), 2, dtype=torch.int64),
@@ -338,6 +346,9 @@ def flops_of_steps(work: Workload) -> Callable[[Sequence[int], int, Sequence[int
 
     @cache
     def fit_texts() -> Polynomial:
+        if work.config.lock.stores("text"):
+            both = measure_step(work, _FEW, further=1)
+            return Polynomial([(both.flops - measure_step(work, _FEW).flops) / _FEW])
         return _fit_lengths(lambda length: text_flops(model, length).both, shape)
 
     def count(lengths: Sequence[int], image_size: int, further: Sequence[int] = ()) -> int:

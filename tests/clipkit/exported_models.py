@@ -46,6 +46,11 @@ MODELS: dict[str, Architecture] = {
     ),
     "resnet": RESNET,
     "timm": Architecture(embed_dim=32, vision=TimmVision(image_size=160, name="test_resnet"), text=TEXT),
+    "timm_mlp": Architecture(
+        embed_dim=32,
+        vision=TimmVision(image_size=160, name="test_resnet", projection="mlp", dropout=0.1),
+        text=TEXT,
+    ),
     "distilled": Architecture(  # two classifiers, and timm options
         embed_dim=32,
         vision=TimmVision(image_size=32, name="deit_tiny_distilled_patch16_224", options={"depth": 1}),

@@ -41,7 +41,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 # --- open_clip ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["own", "quick_gelu", "resnet", "timm"])
+@pytest.mark.parametrize("kind", ["own", "quick_gelu", "resnet", "timm", "timm_mlp"])
 @torch.no_grad()
 def test_open_clip_export(kind: str, paths: list[Path], tmp_path: Path) -> None:
     import open_clip

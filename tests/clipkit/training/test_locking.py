@@ -10,7 +10,7 @@ from clipkit.errors import ConfigError
 from clipkit.model import Architecture, OpenClipVision, TextTower, TimmVision, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.objectives.clip import clip_loss
-from clipkit.training.build import Unfreezing, lock, places, still_statistics, tower_of
+from clipkit.training.build import Unfreezing, evaluate_locked_modules, lock, places, tower_of
 from clipkit.training.optim import make_optimizer
 
 TEXT = TextTower(width=16, layers=2, heads=2, context_length=8, vocab_size=50)
@@ -78,7 +78,7 @@ def test_batch_norm_statistics_of_locked_layers_are_fixed() -> None:
     model = create(RESNET, seed=0)
     lock(model, image=2)  # the pooling and the last stage are trained
     model.train()
-    still_statistics(model)
+    evaluate_locked_modules(model)
     before = {name: value.clone() for name, value in model.named_buffers()}
     model(*batch(64))
     changed = {name for name, value in model.named_buffers() if not torch.equal(value, before[name])}

@@ -1,0 +1,83 @@
+"""Compute the features of locked backbones that ``lock.store`` stores; ``data/backbone.py`` stores them.
+
+Letters: N images or texts, C channels, S image side in pixels, W width of pooled features.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from clipkit.config import LockConfig
+from clipkit.formats.checkpoint import model_hash
+from clipkit.model.clip import CLIP
+from clipkit.model.cpu import run_parallel
+from clipkit.training.build import projection_prefix, tower_of
+
+# encoded at a time; on a CPU, the activations of a convolution of few images stay in its cache
+_ROWS = 256
+_IMAGES_ON_CPU, _TEXTS_ON_CPU = 8, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class LockedBackbones:
+    """The backbones of locked towers, in the precision of a training.
+
+    Attributes:
+        model: a CLIP on its device, whose locked modules are in evaluation mode.
+        bf16: whether the towers run in bfloat16.
+    """
+
+    model: CLIP
+    bf16: bool
+
+    def hash(self, settings: LockConfig) -> str:
+        """Hash the weights and the precision of the towers that are stored.
+
+        Raises:
+            ConfigError: the projection of a tower is not known.
+        """
+        towers = {
+            tower: projection_prefix(self.model, tower)
+            for tower in ("image", "text")
+            if settings.stores(tower)
+        }
+        names = [
+            name
+            for name in self.model.state_dict()
+            if tower_of(name) in towers and not name.startswith(towers[tower_of(name)])
+        ]
+        return f"{model_hash(self.model, names)} {'bf16' if self.bf16 else 'fp32'}"
+
+    @property
+    def _device(self) -> torch.device:
+        return self.model.logit_scale.device
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Compute pooled features (N, W) float32 on the host of uint8 images (N, C, S, S)."""
+        rows = _IMAGES_ON_CPU if self._device.type == "cpu" else _ROWS
+        return self._encode(self.model.pool_images, images.split(rows))
+
+    def encode_texts(self, texts: Sequence[str]) -> tuple[Tensor, list[bool]]:
+        """Compute pooled features (N, W), and whether each text was cut to the context length."""
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # texts of similar length together
+        rows = _TEXTS_ON_CPU if self._device.type == "cpu" else _ROWS
+        tokenizer = self.model.tokenizer
+        batches = []
+        cut = [False] * len(texts)
+        for start in range(0, len(order), rows):
+            numbers = order[start : start + rows]
+            tokens = tokenizer([texts[i] for i in numbers])
+            for row, i in enumerate(numbers):
+                cut[i] = tokenizer.count_cut([texts[i]], tokens[row : row + 1]) > 0
+            batches.append(tokens)
+        pooled = self._encode(self.model.pool_texts, batches)
+        return torch.empty_like(pooled).index_copy(0, torch.tensor(order), pooled), cut
+
+    def _encode(self, encode: Callable[[Tensor], Tensor], batches: Iterable[Tensor]) -> Tensor:
+        def encode_on_device(batch: Tensor) -> Tensor:
+            return encode(batch.to(self._device, non_blocking=True)).float().cpu()
+
+        with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=self.bf16):
+            return torch.cat(list(run_parallel(self.model, encode_on_device, batches)))
