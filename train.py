@@ -310,6 +310,7 @@ def open_scorer(
         write_scores=log.write_scores,
         note_traits=log.note_traits,
         as_scored=partial(build.scored_weights, model, averaged, reshard=config.reshard),
+        locked=build.locked_backbones(model, config.lock),
         metrics={target.dataset.name: target.metrics for target in data.targets},
         best=distributed.gather_objects(data.best)[0],
     )

@@ -1,6 +1,6 @@
 """Score a model during its training."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +13,7 @@ from clipkit.files import counted
 from clipkit.formats import is_complete
 from clipkit.samples import TraitCounts
 from eval.datasets.dataset import EvalDataset
-from eval.features.encoder import Encoder, Ranks
+from eval.features.encoder import Encoder, PooledFeatures, Ranks
 from eval.metrics import METRICS, get_metric, is_fraction, lower_is_better
 from eval.results.details import take_snapshot
 from eval.results.records import PREFIX, Score, parse_finite, read_results, weights_id, write_snapshot
@@ -152,6 +152,7 @@ class Scorer:
             for a prefix by ``dataset/task/dim64/metric``.
         note_traits: called for each dataset and split with the number of transparent and rotated images.
         as_scored: context manager that puts the model into the state to be scored.
+        locked: the towers "image" and "text" whose backbones are locked, so that they encode each dataset once.
         metrics: the metrics of a dataset's card, by the dataset's name.
         best: the best score of ``checkpoint.best``, to which scores are added.
     """
@@ -167,8 +168,10 @@ class Scorer:
     dims: Sequence[int] = ()
     note_traits: Callable[[str, TraitCounts], None] = lambda images, counts: None
     as_scored: Callable[[], AbstractContextManager[None]] = nullcontext
+    locked: Collection[str] = ()
     metrics: Mapping[str, Sequence[str]] = field(default_factory=dict)
     best: BestScore = field(default_factory=lambda: BestScore(dataset="", metric=""))
+    pooled: PooledFeatures = field(default_factory=PooledFeatures, init=False)
 
     def score_if_owed(self, step: int) -> None:
         """Score this step unless rank 0 finds results of it."""
@@ -193,7 +196,13 @@ class Scorer:
 
     def _score(self, dataset: EvalDataset, step: int, weights: str) -> None:
         with torch.autocast(self.model.logit_scale.device.type, torch.bfloat16, enabled=self.bf16):
-            encoder = Encoder(self.model, ranks=self.ranks, batch_size=self.batch_size)
+            encoder = Encoder(
+                self.model,
+                ranks=self.ranks,
+                batch_size=self.batch_size,
+                pooled=self.pooled,
+                locked=self.locked,
+            )
             subject = Subject(encoder, dataset, metrics=self.metrics.get(dataset.name, ()))
             scores = evaluate(
                 subject,

@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 import clipkit
+from eval import Encoder, Subject, evaluate, open_datasets, read_results
 from tests.small_trainings import (
     Trainings,
     checkpoint,
@@ -177,3 +178,23 @@ def test_stored_model_loads_and_encodes_images(trainings: Trainings, tmp_path: P
     model = clipkit.load(str(run))
     assert model.encode_text(model.tokenizer(["noise 1"])).shape == (1, model.dim)
     assert (run / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_scores_of_locked_backbones_equal_those_of_an_evaluation(
+    trainings: Trainings, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    data = f"{trainings.pairs}/train"
+    trainings.run(run, "steps=6", "optim.lr=1e-2", *BACKBONES, f'eval.data=["{data}"]', "eval.every_steps=2")
+    scores = {
+        (line["metric"], line["setting"]): line["value"]
+        for line in read_results(run / "results.jsonl")
+        if line["step"] == 6  # after the features of three evaluations
+    }
+    (dataset,) = open_datasets([data])
+    subject = Subject(Encoder(clipkit.load(str(run))), dataset)
+    again = {(score.metric, score.setting): score.value for score in evaluate(subject)}
+    assert again.keys() == scores.keys() and len(scores) > 5
+    assert again == pytest.approx(scores, abs=1e-9)
+    assert len(set(losses(run))) > 1

@@ -275,9 +275,15 @@ def _pool_tokens(model: CLIP, tokens: Tensor) -> Tensor:
 def _encode_with_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return features before normalization (B, O), and before projection (B, W) or None."""
     visual: Any = model.visual
-    is_plain = model.architecture.vision.plain is not None
+    if model.architecture.vision.projection_prefix:
+        pooled = model.pool_images(images)
+        return model.encode_image(pooled, normalize=False), pooled
+    if model.architecture.vision.plain is not None:  # with a distillation token
+        with _collect_outputs(visual.ln_post) as outs:
+            raw = model.encode_image(images, normalize=False)
+        return raw, _pool_tokens(model, outs[-1])
     with _projection_lock:  # another thread may have removed it
-        proj = None if is_plain else getattr(visual, "proj", None)
+        proj = getattr(visual, "proj", None)
     if isinstance(proj, nn.Parameter):
         # open_clip's ViT pools inside its forward function: without a projection it returns the pooled features
         with _projection_lock:
@@ -287,17 +293,7 @@ def _encode_with_pooled(model: CLIP, images: Tensor) -> tuple[Tensor, Tensor | N
             finally:
                 visual.proj = proj
         return pooled @ proj.float(), pooled
-    pooling = getattr(visual, "trunk", None)
-    if is_plain:
-        is_norm_last = visual.attn_pool is None or visual.pooling == "mean_norm"
-        pooling = visual.ln_post if is_norm_last else visual.attn_pool
-    if not isinstance(pooling, nn.Module):
-        return model.encode_image(images, normalize=False), None
-    with _collect_outputs(pooling) as outs:
-        raw = model.encode_image(images, normalize=False)
-    if is_plain:
-        return raw, _pool_tokens(model, outs[-1])
-    return raw, outs[-1] if outs and outs[-1].dim() == 2 else None
+    return model.encode_image(images, normalize=False), None
 
 
 @contextmanager

@@ -314,6 +314,8 @@ class CLIP(nn.Module):
         Args:
             images: (B, C, S, S) uint8, or normalized float.
         """
+        if isinstance(self.visual, VisionTransformer):
+            return self.visual.pool(images, colors=self.colors if images.dtype == torch.uint8 else None)
         return self.architecture.vision.pool_inputs(self.visual, self._normalize_colors(images))
 
     def pool_texts(self, tokens: Tensor, *, lengths: Sequence[int] | None = None) -> Tensor:

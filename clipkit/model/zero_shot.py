@@ -127,8 +127,13 @@ def fill_template(template: str, name: str) -> str:
 
 
 @torch.no_grad()  # not inference_mode: a probe may be trained on what comes out
-def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256) -> Tensor:
-    """Encode texts: (N, O) float32 unit-norm features on the model's device. Repeated texts are encoded once."""
+def encode_prompts(
+    model: CLIP, prompts: Sequence[str], *, batch_size: int = 256, pooled: bool = False
+) -> Tensor:
+    """Encode texts: (N, O) float32 unit-norm features on the model's device. Repeated texts are encoded once.
+
+    With ``pooled``, they are those of ``CLIP.pool_texts``.
+    """
     check_batch_size(batch_size)
     prompts = convert_strings(prompts, "texts")
     device = model.logit_scale.device
@@ -140,7 +145,8 @@ def encode_prompts(model: CLIP, prompts: Sequence[str], *, batch_size: int = 256
     batches = [[distinct[i] for i in by_length[start : start + batch_size]] for start in starts]
     with evaluation_mode(model):
         tokens = (model.tokenizer(texts).to(device) for texts in batches)
-        for texts, features in zip(batches, run_parallel(model, model.encode_text, tokens), strict=True):
+        encode = model.pool_texts if pooled else model.encode_text
+        for texts, features in zip(batches, run_parallel(model, encode, tokens), strict=True):
             rows.update(zip(texts, features.float(), strict=True))
     if not rows:
         return torch.zeros(0, model.dim, device=device)

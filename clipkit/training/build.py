@@ -620,6 +620,16 @@ def projection_prefix(model: CLIP, tower: str) -> str:
     return shape.projection_prefix if shape.plain and tower == "text" else module + shape.projection_prefix
 
 
+def locked_backbones(model: CLIP, settings: LockConfig) -> list[str]:
+    """Return the towers "image" and "text" of which at most a known projection is trained."""
+    shapes = {"image": model.architecture.vision, "text": model.architecture.text}
+    return [
+        tower
+        for tower, shape in shapes.items()
+        if shape.projection_prefix and getattr(settings, tower) in ("all", "backbone")
+    ]
+
+
 def evaluate_locked_modules(model: nn.Module) -> None:
     """Put modules whose parameters are all locked into evaluation mode; call it after each ``model.train()``.
 

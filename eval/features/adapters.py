@@ -87,11 +87,16 @@ class ImageModel(CLIP):
         self.register_buffer("_std", torch.empty(3, 1, 1), persistent=False)
         self.reset_constants()
 
+    def pool_images(self, images: Tensor) -> Tensor:
+        features: Tensor = self.visual(self._normalize_colors(images))
+        return features
+
 
 class _CroppingTower(nn.Module):
     def __init__(self, trunk: nn.Module, size: int) -> None:
         super().__init__()
         self.trunk, self.size = trunk, size
+        self.head = nn.Identity()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the features, (B, W), of the central S x S pixels of (B, 3, P, P)."""

@@ -8,11 +8,11 @@ import json
 import logging
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
@@ -91,6 +91,19 @@ class ImageFeatures:
         return self._column("before_projection")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PooledFeatures:
+    """Pooled features of locked backbones, in memory: they stay the same while a training changes projections.
+
+    Attributes:
+        images: by dataset and revision.
+        texts: (W,) by text.
+    """
+
+    images: dict[str, FeatureFile] = field(default_factory=dict)
+    texts: dict[str, Tensor] = field(default_factory=dict)
+
+
 class Encoder:
     """A model and its features.
 
@@ -103,6 +116,8 @@ class Encoder:
         ranks: the processes that share the work.
         batch_size: images per forward pass.
         progress: called with the number of images after each batch, and with the number found in the store.
+        pooled: pooled features of images and texts that have been encoded with the same locked backbones.
+        locked: the towers with these backbones, "image" and "text".
 
     Attributes:
         dim: D; smaller than the model's after ``select_prefix``.
@@ -118,10 +133,14 @@ class Encoder:
         ranks: Ranks = ONE_RANK,
         batch_size: int = 256,
         progress: Callable[[int], None] | None = None,
+        pooled: PooledFeatures | None = None,
+        locked: Collection[str] = (),
     ) -> None:
         self.model, self.store, self.ranks, self.batch_size = model, store, ranks, batch_size
         self.dim = model.dim
         self.progress = progress
+        self._pooled = pooled or PooledFeatures()
+        self._locked_towers = locked
         self.encoded = {"images": 0, "texts": 0}
         self.counts: dict[tuple[str, str], TraitCounts] = {}
         self._memory: dict[str, FeatureFile] = {}  # of images, if they are not stored
@@ -155,15 +174,26 @@ class Encoder:
             "before_projection": self._width,
             "traits": len(NO_TRAITS),
         }
-        file = self._encode_images(dataset, "images", widths)
+        file = self._pooled.images.get(dataset.stamp)
+        projected = None
+        if file is None:
+            file = self._encode_images(dataset, "images", widths)
+        else:
+            with torch.inference_mode(), evaluation_mode(self.model):
+                rows = file.columns["before_projection"].split(self.batch_size)
+                encode = self.model.encode_image
+                projected = torch.cat([encode(pooled.to(self.device)).cpu() for pooled in rows])
+        if "image" in self._locked_towers:
+            self._pooled.images[dataset.stamp] = file
         totals = file.columns["traits"].sum(dim=0).int().tolist()
         self.counts[dataset.name, dataset.split] = TraitCounts(
             images=len(file), **dict(zip(Traits._fields, totals, strict=True))
         )
 
         def column(name: str) -> Tensor:
-            values = file.columns[name]
-            return self._prefix(values) if name == "projected" else values
+            if name != "projected":
+                return file.columns[name]
+            return self._prefix(file.columns[name] if projected is None else projected)
 
         return ImageFeatures(column, lambda: [digest.tobytes() for digest in file.digests])
 
@@ -197,7 +227,7 @@ class Encoder:
             encoded = torch.zeros(len(piece), self.model.dim, device=self.device)
             local = slice(self.ranks.rank, len(piece), self.ranks.world)
             with torch.inference_mode():
-                encoded[local] = encode_prompts(self.model, [unique[i] for i in piece[local]])
+                encoded[local] = self._encode_texts([unique[i] for i in piece[local]])
                 encoded = self.ranks.gather(encoded)
             self.encoded["texts"] += len(piece[local])
             _check_finite(encoded, description)
@@ -206,6 +236,15 @@ class Encoder:
             self._text_features.append([digests[i] for i in new], features[new])
         position = {text: i for i, text in enumerate(unique)}
         return self._prefix(features[[position[text] for text in texts]].to(self.device))
+
+    def _encode_texts(self, texts: Sequence[str]) -> Tensor:
+        if "text" not in self._locked_towers or not texts:
+            return encode_prompts(self.model, texts)
+        known = self._pooled.texts
+        missing = [text for text in texts if text not in known]
+        known.update(zip(missing, encode_prompts(self.model, missing, pooled=True), strict=True))
+        with evaluation_mode(self.model):
+            return self.model.encode_text(torch.stack([known[text] for text in texts]))
 
     def classifier(self, prompts: Sequence[Sequence[str]], *, description: str) -> Tensor:
         """Return a weight vector per class: the normalized mean of its prompts' embeddings.
