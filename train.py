@@ -243,7 +243,7 @@ def store_backbone_features(
         augmentation=train_loader.augmentation,
         decoding=train_loader.decoding,
         seed=config.seed,
-        weights=backbones.hash(config.lock),
+        backbones=backbones.identify(config.lock),
         images=config.lock.stores("image"),
         texts=config.lock.stores("text"),
         views=config.lock.views,

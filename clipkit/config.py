@@ -851,8 +851,8 @@ class LockConfig(Section):
     def __post_init__(self) -> None:
         super().__post_init__()
         stores_any = self.stores("image") or self.stores("text")
-        locked = 'lock.image or lock.text is "all" or "backbone"'
-        require_use("lock.store", self.store, locked, stores_any or not self.store)
+        towers = 'lock.image or lock.text is "all" or "backbone"'
+        require_use("lock.store", self.store, towers, stores_any or not self.store)
         images = 'lock.image is "all" or "backbone"'
         require_use("lock.views", self.views, images, self.views == 1 or self.stores("image"))
         alone = "cannot be combined with lock.store"

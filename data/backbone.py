@@ -76,7 +76,7 @@ class FeatureStore:
         augmentation: random crops and colors.
         decoding: handling of depth, transparency and orientation.
         seed: seed of the run.
-        weights: hash of the backbones and their precision.
+        backbones: all that the features depend on besides the data, such as the weights.
         images, texts: whether features of images and of texts are stored.
         views: V.
     """
@@ -86,7 +86,7 @@ class FeatureStore:
     augmentation: Augmentation
     decoding: Decoding
     seed: int
-    weights: str
+    backbones: str
     images: bool
     texts: bool
     views: int = 1
@@ -106,7 +106,7 @@ class FeatureStore:
         """The folder in the cache, named by a hash of all that the features depend on."""
         settings = (
             _FORMAT, self.shards.fingerprint(), self.shards.selection.captions, self.shards.selection.fields,
-            self.weights, self.images, self.texts, self.image_size, self.decoding, self.samples_per_part,
+            self.backbones, self.images, self.texts, self.image_size, self.decoding, self.samples_per_part,
             *((self.views, self.augmentation, self.seed) if self.images else ()),
         )  # fmt: skip
         return cache_folder() / "backbone" / hashlib.sha256(repr(settings).encode()).hexdigest()[:32]

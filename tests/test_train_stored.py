@@ -62,8 +62,8 @@ def test_stored_features_train_the_same_model(
     said = trainings.run(stored, TWO_EPOCHS, *locked, "lock.store=true", *views)
     assert "lock.store: features of" in said
     # a tower that is trained amplifies the rounding of another batch size in each step
-    rounding = {"abs": 1e-5} if locked[:2] == BACKBONES else {"rel": 1e-4}
-    assert losses(stored) == pytest.approx(losses(plain), **rounding)
+    tolerance = 1e-5 if locked[:2] == BACKBONES else 1e-3
+    assert losses(stored) == pytest.approx(losses(plain), abs=tolerance)
     assert losses(stored)[0] == pytest.approx(losses(plain)[0], abs=1e-6)
     if locked[:2] == BACKBONES:
         weights = load_file(checkpoint(plain, 24) / "model.safetensors")

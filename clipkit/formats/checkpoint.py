@@ -23,7 +23,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
@@ -388,10 +388,8 @@ def collect_tensors(model: CLIP) -> dict[str, Tensor]:
     return tensors
 
 
-def model_hash(model: CLIP, names: Collection[str] | None = None) -> str:
+def model_hash(model: CLIP) -> str:
     """Hash the weights, the architecture, the preprocessing and ``dim`` to 32 hexadecimal digits.
-
-    With ``names``, only these weights are part of the hash.
 
     Not secure against deliberate collisions: tensors are hashed with CRC-32, which takes a tenth of the time of a
     cryptographic hash. The initialization scheme is not part of the hash.
@@ -409,9 +407,14 @@ def model_hash(model: CLIP, names: Collection[str] | None = None) -> str:
         digest.update(f"masked {shape.masked}\n".encode())
     if model.dim != shape.embed_dim:
         digest.update(f"dim {model.dim}\n".encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if names is not None and name not in names:
-            continue
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n".encode())
+    digest.update(list_tensors(model.state_dict()).encode())
     return digest.hexdigest()[:32]
+
+
+def list_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """List names, dtypes, shapes and CRC-32s of tensors, a line for each."""
+    lines = []
+    for name, tensor in sorted(tensors.items()):
+        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n")
+    return "".join(lines)

@@ -168,6 +168,11 @@ class TowerArchitecture:
         """
         return ""
 
+    @property
+    def backbone_settings(self) -> str:
+        """Everything besides its weights that the pooled features of the tower depend on."""
+        return f"{self!r} {self.variant}"
+
     def pool_inputs(self, module: "nn.Module", inputs: "Tensor") -> "Tensor":
         """Compute pooled features (B, W) of the inputs of the tower."""
         tower: Any = module

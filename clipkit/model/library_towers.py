@@ -185,6 +185,10 @@ class TimmVision(ImageArchitecture):
     def variant(self) -> str:
         return "" if self.projection == "linear" else f"{self.projection} projection\n"
 
+    @property
+    def backbone_settings(self) -> str:
+        return repr(self)
+
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
         return cls(image_size=_get_timm_size(value), name=value)
@@ -207,9 +211,9 @@ class TimmVision(ImageArchitecture):
         assert isinstance(width, int)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if self.projection == "mlp":
-            layers["mlp"] = timm.layers.Mlp(
-                width, 2 * embed_dim, embed_dim, drop=(self.dropout, 0.0), bias=(True, False)
-            )
+            from timm.layers.mlp import Mlp
+
+            layers["mlp"] = Mlp(width, 2 * embed_dim, embed_dim, drop=(self.dropout, 0.0), bias=(True, False))
         else:
             layers["proj"] = nn.Linear(width, embed_dim, bias=False)
         return nn.Sequential(OrderedDict(trunk=trunk, head=nn.Sequential(layers)))
@@ -449,6 +453,10 @@ class TransformersText(TextArchitecture):
     @property
     def projection_prefix(self) -> str:
         return "proj."
+
+    @property
+    def backbone_settings(self) -> str:
+        return repr(replace(self, projection="linear", dropout=0.0))
 
     @property
     def hub_source(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipkit.config import LockConfig
-from clipkit.formats.checkpoint import model_hash
+from clipkit.formats.checkpoint import list_tensors
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import run_parallel
 from clipkit.training.build import projection_prefix, tower_of
@@ -32,23 +32,27 @@ class LockedBackbones:
     model: CLIP
     bf16: bool
 
-    def hash(self, settings: LockConfig) -> str:
-        """Hash the weights and the precision of the towers that are stored.
+    def identify(self, settings: LockConfig) -> str:
+        """Return all that the features that are stored depend on, besides the data.
 
         Raises:
             ConfigError: the projection of a tower is not known.
         """
-        towers = {
-            tower: projection_prefix(self.model, tower)
-            for tower in ("image", "text")
-            if settings.stores(tower)
-        }
-        names = [
-            name
-            for name in self.model.state_dict()
+        shapes = {"image": self.model.architecture.vision, "text": self.model.architecture.text}
+        towers = {tower: projection_prefix(self.model, tower) for tower in shapes if settings.stores(tower)}
+        tensors = {
+            name: tensor
+            for name, tensor in self.model.state_dict().items()
             if tower_of(name) in towers and not name.startswith(towers[tower_of(name)])
-        ]
-        return f"{model_hash(self.model, names)} {'bf16' if self.bf16 else 'fp32'}"
+        }
+        return "\n".join(
+            [
+                *(shapes[tower].backbone_settings for tower in towers),
+                repr(self.model.preprocess),
+                "bf16" if self.bf16 else "fp32",
+                list_tensors(tensors),
+            ]
+        )
 
     @property
     def _device(self) -> torch.device:
