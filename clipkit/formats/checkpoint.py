@@ -407,12 +407,12 @@ def model_hash(model: CLIP) -> str:
         digest.update(f"masked {shape.masked}\n".encode())
     if model.dim != shape.embed_dim:
         digest.update(f"dim {model.dim}\n".encode())
-    digest.update(list_tensors(model.state_dict()).encode())
+    digest.update(describe_tensors(model.state_dict()).encode())
     return digest.hexdigest()[:32]
 
 
-def list_tensors(tensors: Mapping[str, Tensor]) -> str:
-    """List names, dtypes, shapes and CRC-32s of tensors, a line for each."""
+def describe_tensors(tensors: Mapping[str, Tensor]) -> str:
+    """Return names, dtypes, shapes and CRC-32s of tensors, a line for each."""
     lines = []
     for name, tensor in sorted(tensors.items()):
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from clipkit.config import LockConfig
-from clipkit.formats.checkpoint import list_tensors
+from clipkit.formats.checkpoint import describe_tensors
 from clipkit.model.clip import CLIP
 from clipkit.model.cpu import run_parallel
 from clipkit.training.build import projection_prefix, tower_of
@@ -50,7 +50,7 @@ class LockedBackbones:
                 *(shapes[tower].backbone_settings for tower in towers),
                 repr(self.model.preprocess),
                 "bf16" if self.bf16 else "fp32",
-                list_tensors(tensors),
+                describe_tensors(tensors),
             ]
         )
 
