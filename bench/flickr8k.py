@@ -1,10 +1,10 @@
 """Image–text retrieval on Flickr8k (Hodosh et al. 2013): two pretrained encoders with trained projections.
 
-    python -m bench.flickr8k FOLDER --image-weights FILE --text FOLDER [--seeds 0 1 2] [--epochs 20] [SETTING …]
+    python -m bench.flickr8k FOLDER --image-weights FILE --text FOLDER [--seeds 0 1 2] [SETTING …]
 
 FOLDER has ``images/``, ``captions.txt`` (a table with the columns ``image`` and ``caption``), and the published
-split, ``Flickr_8k.trainImages.txt`` and ``Flickr_8k.devImages.txt``, and the test images in ``ExpertAnnotations.txt``,
-if it is there, else in ``Flickr_8k.testImages.txt``. The dataset is for research only and no part of clipkit.
+split in ``Flickr_8k.trainImages.txt``, ``Flickr_8k.devImages.txt`` and ``Flickr_8k.testImages.txt``, or
+``ExpertAnnotations.txt``, all of whose images are test images. The dataset is for research only and no part of clipkit.
 ``--image-weights`` are timm's weights of ``tf_efficientnet_lite0``, and ``--text`` is the folder of an encoder of
 sentence-transformers.
 

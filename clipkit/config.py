@@ -1481,7 +1481,9 @@ def _format_literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = "".join(c if c.isprintable() and c not in '"\\' else f"\\U{ord(c):08x}" for c in value)
+        escaped = "".join(
+            f"\\{c}" if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in value
+        )
         return f'"{escaped}"'
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_format_literal, value)) + "]"
