@@ -4,7 +4,7 @@
 
 FOLDER has ``images/``, ``captions.txt`` (a table with the columns ``image`` and ``caption``), and the published
 split in ``Flickr_8k.trainImages.txt``, ``Flickr_8k.devImages.txt`` and ``Flickr_8k.testImages.txt``, or
-``ExpertAnnotations.txt``, all of whose images are test images. The dataset is for research only and no part of clipkit.
+``ExpertAnnotations.txt``, all of whose images are test images. The dataset is for research only.
 ``--image-weights`` are timm's weights of ``tf_efficientnet_lite0``, and ``--text`` is the folder of an encoder of
 sentence-transformers.
 

@@ -21,11 +21,7 @@ from tests.forked import Ended, Forked
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
-WITHOUT_LAUNCH = (
-    "emoji",
-    "emoji_27_languages",
-    "quickstart",
-)  # their data are generated, and they run on a CPU
+WITHOUT_LAUNCH = ("emoji", "emoji_27_languages", "finetune_heads", "quickstart")  # they run on a CPU
 DESCRIBED = [path for path in CONFIGS if path.stem not in WITHOUT_LAUNCH]
 DRY = [ROOT / "configs" / f"{name}.toml" for name in ("quickstart", "vit_b_32", "clipa_vit_b_16", "vit_h_14")]
 FIELDS = ("data", "launch", "GPUs", "samples seen", "expected", "GPU-hours")
@@ -86,7 +82,8 @@ def options(words: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("path", CONFIGS, ids=name_of)
 def test_config_is_valid(path: Path) -> None:
     config = load_config(path)
-    shape_of(config.model, config.loss, config.small)  # also checks the settings of small.*
+    if not config.model.text:  # another text tower is read from the hub
+        shape_of(config.model, config.loss, config.small)  # also checks the settings of small.*
     assert config.small.steps < config.steps
     assert config.optim.warmup < config.steps
     assert config.out == f"runs/{path.stem}"
