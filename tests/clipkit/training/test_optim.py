@@ -17,6 +17,7 @@ from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
+from clipkit.model.cpu import has_bfloat16_products
 from clipkit.objectives.clip import clip_loss
 from clipkit.training import OPTIMIZERS, SCHEDULES, learning_rate
 from clipkit.training.build import places
@@ -292,7 +293,10 @@ def test_muon_equals_torch_for_block_matrices_and_adamw_for_the_rest(
         give_gradients(theirs, step)
         for optimizer in reference:
             optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    # without products in bfloat16, ours are more exact than torch's
+    tolerance = 0.0 if has_bfloat16_products() else 3e-3
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0.0, atol=tolerance)
 
 
 @pytest.mark.parametrize(("momentum", "error"), [(0.9, 2e-4), (0.0, 1e-12)])
