@@ -360,8 +360,8 @@ def _chunk_slices(sizes: Sequence[int], most: int) -> Iterator[slice]:
 def orthogonalize(matrices: Tensor) -> Tensor:
     """Replace the singular values of matrices (N, A, B) by values near 1.
 
-    Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon. CPUs
-    without instructions for bfloat16, where products take 27 times as long in it, iterate in float32.
+    Five steps of the quintic Newton–Schulz iteration with the coefficients of Jordan (2024), as in torch's Muon;
+    in float32 on CPUs without products in bfloat16.
     """
     if matrices.device.type == "cpu" and not has_bfloat16_products():
         return torch.stack([_iterate_newton_schulz(matrix.float(), torch.addmm) for matrix in matrices]).to(
