@@ -83,7 +83,6 @@ def measure_seed(seed: int, tables: Path, work: Path, settings: Sequence[str]) -
         [
             *("train.py", "configs/finetune_heads.toml", f"out={run}", f"seed={seed}"),
             *(f"data.train={tables / 'train.csv'}", f'eval.data=["{tables / "dev.csv"}"]'),
-            "checkpoint.best=dev/mean_R@1",
             *settings,
         ],
         cache,
