@@ -115,6 +115,11 @@ class RunData:
             lines += [*self.shards.notes, *self.packed.notes]
         return lines
 
+    def list_notes(self, config: Config, *, step: int, layers: int) -> list[str]:
+        """Return notes on settings that may be unintentional; ``layers`` are those trained in the end."""
+        hosts = distributed.count_hosts()
+        return config.notes(step=step, samples=self.order.samples, layers=layers, hosts=hosts)
+
 
 def open_samples(config: Config, recorded: Path | None, *, resumed: bool) -> tuple[Shards, order.Order]:
     """Open the training samples and make their order, see ``open_training_data``; all ranks call this."""
@@ -454,7 +459,6 @@ def main(arguments: Arguments) -> int:
         if rank0:
             print(redact_settings(config), file=sys.stderr)
         decoding = model.preprocess.decoding
-        hosts = distributed.count_hosts()
         opening = [
             describe_model(model, device=device, bf16=bf16),
             *data.describe(config, resumed=newest is not None),
@@ -462,7 +466,7 @@ def main(arguments: Arguments) -> int:
             *notes,
             *train_loader.notes,
             *describe_start(config, state.step, newest),
-            *config.notes(step=state.step, samples=data.order.samples, layers=unfreezing.layers, hosts=hosts),
+            *data.list_notes(config, step=state.step, layers=unfreezing.layers),
         ]
         log = Log(config, state, opening, device=device, decoding=decoding, profile=arguments.profile)
         log.list_truncated(data.shards.manifest.truncated_shards())
