@@ -153,6 +153,17 @@ def count_epoch(config: Config) -> float:
     return open_samples(config, None, resumed=False)[1].steps_per_epoch
 
 
+def leave_out_held_out(guards: Sequence[Target], held_out: EvalDataset) -> list[Target]:
+    """Return the guard sets that are not the held-out pairs; ConfigError if another one has the same name."""
+    others = [guard for guard in guards if guard.dataset.stamp != held_out.stamp]
+    for guard in others:
+        if guard.dataset.name == held_out.name:
+            raise ConfigError(
+                f"eval.guard: a dataset is called {held_out.name!r}, like the held-out pairs: rename its folder"
+            )
+    return others
+
+
 def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
     """Open and check the data for training and evaluation; all ranks call this."""
     recorded = checkpoint.manifest_file(Path(config.out))
@@ -171,13 +182,14 @@ def open_data(config: Config, shape: Architecture, *, resumed: bool) -> RunData:
     for dataset in (*datasets, *(guard.dataset for guard in guards)):
         select_tasks(dataset, classes=shape.text.classes)
     best = BestScore.from_setting(config.checkpoint.best, datasets, patience=config.eval.patience)
-    held_out = best.dataset or next((dataset.name for dataset in datasets), "")
+    judged = [dataset for dataset in datasets if dataset.name == best.dataset] or datasets
+    guards = leave_out_held_out(guards, judged[0]) if judged else guards
     return RunData(
         shards=shards,
         order=sample_order,
         packed=packed,
         targets=targets,
-        guards=[guard for guard in guards if guard.dataset.name != held_out],
+        guards=guards,
         guard_notes=[f"note: eval.guard: {error}" for error in errors],
         best=best,
     )

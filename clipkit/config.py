@@ -838,8 +838,8 @@ class LockConfig(Section):
     )
     views: int = setting(
         1,
-        "Crops of each image to store: those of the first epochs, used in turn. An image tower sees as many crops "
-        "as without lock.store if there are as many views as epochs.",
+        "Crops of each image to store: those of the first epochs, used in turn. With as many views as epochs, an "
+        "image tower sees the crops that it sees without lock.store, unless each caption is a sample.",
         between(1, 1000),
         needs="store",
     )
@@ -1324,7 +1324,8 @@ _SHORT_FRACTION = re.compile(r"[+-]?(\.[0-9]+|[0-9]+\.)([eE][+-]?[0-9]+)?")  # .
 IN_EPOCHS = (
     "steps", "optim.warmup", "optim.cooldown", "lock.unfreeze_every", "checkpoint.every_steps", "eval.every_steps",
 )  # fmt: skip
-_EPOCHS = re.compile(r"([0-9]*\.?[0-9]+) epochs?", re.ASCII)
+_EPOCHS = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*epochs?\s*", re.ASCII | re.IGNORECASE)
+_MOST_EPOCHS = 1_000_000
 
 
 def load_config(
@@ -1370,8 +1371,11 @@ def _take_epochs(values: dict[str, Any]) -> dict[str, float]:
         settings = values.get(section) if section else values
         if not isinstance(settings, dict):
             continue
-        if match := _EPOCHS.fullmatch(str(settings.get(name))):
+        value = str(settings.get(name))
+        if match := _EPOCHS.fullmatch(value):
             epochs[key] = float(match[1])
+            most = f"expected at most {_MOST_EPOCHS:,} epochs"
+            require(epochs[key] <= _MOST_EPOCHS, key, value, most)
             settings[name] = 1
     return epochs
 

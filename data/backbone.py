@@ -10,7 +10,7 @@ Letters: B samples, N texts, I images of a part, T texts of a part, V views, W w
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ class Part(NamedTuple):
         numbers: I numbers of the samples that they are of.
         traits: traits of the images that have any, by number.
         failures: why other images cannot be used, by number.
+        unread: why other samples could not be read, by number; perhaps they can be later.
         texts: T different texts.
     """
 
@@ -55,6 +56,7 @@ class Part(NamedTuple):
     numbers: list[int]
     traits: dict[int, Traits]
     failures: dict[int, str]
+    unread: dict[int, str]
     texts: list[str]
 
 
@@ -104,11 +106,14 @@ class FeatureStore:
     @property
     def folder(self) -> Path:
         """The folder in the cache, named by a hash of all that the features depend on."""
-        settings = (
-            _FORMAT, self.shards.fingerprint(), self.shards.selection.captions, self.shards.selection.fields,
-            self.backbones, self.images, self.texts, self.image_size, self.decoding, self.samples_per_part,
-            *((self.views, self.augmentation, self.seed) if self.images else ()),
-        )  # fmt: skip
+        selection = self.shards.selection
+        # ``asdict``, because ``repr`` lacks some fields
+        settings: list[Any] = [_FORMAT, self.shards.fingerprint(), self.backbones, self.samples_per_part]
+        if self.images:
+            settings += [selection.image, self.image_size, asdict(self.decoding)]
+            settings += [self.views, asdict(self.augmentation), self.seed]
+        if self.texts:
+            settings += [asdict(selection.captions), asdict(selection.fields)]
         return cache_folder() / "backbone" / hashlib.sha256(repr(settings).encode()).hexdigest()[:32]
 
     def path(self, i: int) -> Path:
@@ -116,17 +121,19 @@ class FeatureStore:
         return self.folder / f"{i:06d}"
 
     def read_part(self, i: int) -> Part:
-        """Read and decode the samples of part ``i``; those that cannot be read are bad in training, too."""
+        """Read and decode the samples of part ``i``; images that cannot be decoded are bad in training, too."""
         first = i * self.samples_per_part
         views: list[Tensor] = []
         numbers: list[int] = []
         traits: dict[int, Traits] = {}
         failures: dict[int, str] = {}
+        unread: dict[int, str] = {}
         texts: dict[str, None] = {}  # in order, each once
         for number in range(first, min(first + self.samples_per_part, len(self.shards))):
             try:
                 sample = self.shards.read(number)
-            except DataError:
+            except DataError as error:
+                unread[number] = str(error)
                 continue
             if sample.caption_number > 0:  # its image and texts are those of an earlier sample
                 continue
@@ -148,7 +155,7 @@ class FeatureStore:
                 except DataError as error:
                     failures[number] = str(error)
         empty = empty_batch(0, self.image_size, self.decoding.channels)
-        return Part(torch.cat([empty, *views]), numbers, traits, failures, list(texts))
+        return Part(torch.cat([empty, *views]), numbers, traits, failures, unread, list(texts))
 
     def _read_views(self, image: bytes, number: int) -> tuple[Tensor, Traits]:
         traits = NO_TRAITS
@@ -173,8 +180,12 @@ class FeatureStore:
         world_size: int = 1,
         workers: int = 0,
     ) -> None:
-        """Compute and write the parts of this rank that are not stored yet."""
-        missing = [i for i in range(rank, self.parts, world_size) if read_arrays(self.path(i)) is None]
+        """Compute and write the parts of this rank that are not stored yet, or of which samples were not read."""
+        missing = []
+        for i in range(rank, self.parts, world_size):
+            stored = read_arrays(self.path(i))
+            if stored is None or stored[0]["unread"]:
+                missing.append(i)
         if not missing:
             return
         loader: DataLoader[Part | DataError] = DataLoader(
@@ -213,9 +224,13 @@ class FeatureStore:
             arrays["hashes"] = np.array([hash_text(text) for text in part.texts])
         about = {
             "failures": {str(number): cause for number, cause in part.failures.items()},
+            "unread": {str(number): cause for number, cause in part.unread.items()},
             "traits": {str(number): list(traits) for number, traits in part.traits.items()},
         }
-        write_arrays(self.path(i), about, arrays)
+        try:
+            write_arrays(self.path(i), about, arrays)
+        except OSError as error:
+            raise DataError(f"{self.path(i)} cannot be written: {error.strerror}") from error
 
     def open(self) -> "BackboneFeatures":
         """Open the store, all parts of which have been written."""
@@ -295,6 +310,12 @@ class BackboneFeatures:
         if self.stores_texts:
             parts.append(counted(len(self._hashes), "text"))
         return f"lock.store: features of {' and '.join(parts)} in {self.paths[0].parent}"
+
+    def check_sample(self, number: int) -> None:
+        """Raise DataError if the sample of the image with a number could not be read when it was encoded."""
+        about, _ = self._part(number // self.samples_per_part)
+        if cause := about["unread"].get(str(number)):
+            raise DataError(cause)
 
     def find_view(self, number: int, turn: int) -> ViewOfImage:
         """Return the view of an image for its use number ``turn``; DataError if the image cannot be used."""

@@ -441,6 +441,8 @@ class Loader:
         further_texts = fields.further_texts(sample.fields)
         features = self.teacher.find(sample.image, captions[0]) if self.teacher is not None else None
         number = sample_id - sample.caption_number  # of the first sample with this image
+        if self.backbone is not None:
+            self.backbone.check_sample(number)
         if self.backbone is not None and self.backbone.stores_images:
             part.views.append(self.backbone.find_view(number, epoch + sample.caption_number))
             part.traits.add(part.views[-1].traits)

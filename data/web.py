@@ -18,11 +18,14 @@ from urllib.request import getproxies, proxy_bypass
 import aiohttp
 import yarl
 
+from clipkit.errors import ConfigError
+from clipkit.files import redact_url
 from clipkit.samples.remote import CLIENT_OPTIONS, encode_url
 from data.options import FetchOptions
 
 _RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MOST_REDIRECTS = 5
+_REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _LONGEST_PAUSE = 60.0  # seconds; a longer Retry-After is ignored
 _MOST_REFUSED = 8  # downloads, after which a host's other rows fail at once
 _RESOLVERS = 64  # concurrent DNS lookups
@@ -129,14 +132,23 @@ class Fetcher:
             if not state.users and not state.refused and state.not_before <= time.monotonic():
                 self._hosts.pop(name, None)
 
-    async def _get(self, url: yarl.URL) -> bytes:
+    async def _get(self, url: yarl.URL, redirects: int = 0) -> bytes:
         options = self._options
         max_bytes = options.max_mb * 2**20
         proxy = _find_proxy(url)
-        if proxy and not options.allow_private and _is_private_address(url.host or ""):
+        # a proxy connects to hosts itself, so the address of each redirect is checked here
+        is_checked = bool(proxy) and not options.allow_private
+        if is_checked and _is_private_address(url.host or ""):
             raise FetchError(_PRIVATE)
         try:
-            async with self._session.get(url, max_redirects=_MOST_REDIRECTS, proxy=proxy) as response:
+            async with self._session.get(
+                url, max_redirects=_MOST_REDIRECTS, allow_redirects=not is_checked, proxy=proxy
+            ) as response:
+                location = response.headers.get("Location", "")
+                if is_checked and response.status in _REDIRECTIONS and location:
+                    if redirects == _MOST_REDIRECTS:
+                        raise FetchError("too many redirects")
+                    return await self._get(url.join(yarl.URL(location)), redirects + 1)
                 if response.status != 200:
                     raise FetchError(
                         f"HTTP {response.status}",
@@ -191,30 +203,53 @@ class Fetcher:
             raise FetchError("connection lost or malformed response", temporary=True) from None
 
 
-def _find_proxy(url: yarl.URL) -> str | None:
-    """Return the proxy for a URL by the variables HTTP_PROXY, HTTPS_PROXY and NO_PROXY."""
+def _read_proxies() -> dict[str, yarl.URL]:
+    """Return the proxy of each scheme by the variables HTTP_PROXY and HTTPS_PROXY, or ALL_PROXY."""
+    proxies = {}
+    variables = getproxies()
+    for scheme in ("http", "https"):
+        value = variables.get(scheme) or variables.get("all", "")
+        if not value:
+            continue
+        try:
+            proxy = yarl.URL(value if "://" in value else f"http://{value}")
+            is_valid = proxy.scheme in ("http", "https") and bool(proxy.host and proxy.port)
+        except ValueError:
+            is_valid = False
+        if not is_valid:
+            raise ConfigError(
+                f"{scheme.upper()}_PROXY = {redact_url(value)!r} is not the URL of an HTTP proxy, such as http://proxy:3128"
+            )
+        proxies[scheme] = proxy
+    return proxies
+
+
+def _find_proxy(url: yarl.URL) -> yarl.URL | None:
+    """Return the proxy for a URL; None for those of NO_PROXY."""
     if proxy_bypass(f"{url.host}:{url.port}"):
         return None
-    return getproxies().get(url.scheme)
+    return _read_proxies().get(url.scheme)
 
 
 def _proxy_addresses() -> set[tuple[str, int]]:
     """Return addresses and ports of all proxies, which may be private."""
     addresses: set[tuple[str, int]] = set()
-    for scheme in ("http", "https"):
-        proxy = yarl.URL(getproxies().get(scheme, ""))
-        if proxy.host and proxy.port:
-            with suppress(OSError):
-                for *_, address in socket.getaddrinfo(proxy.host, proxy.port):
-                    addresses.add((str(address[0]), proxy.port))
+    for proxy in _read_proxies().values():
+        assert proxy.host and proxy.port
+        with suppress(OSError):
+            for *_, address in socket.getaddrinfo(proxy.host, proxy.port):
+                addresses.add((str(address[0]), proxy.port))
     return addresses
 
 
 def _is_private_address(host: str) -> bool:
-    try:
+    """Return whether a host is a private address in any notation, such as 127.1, or this machine by name."""
+    host = host.rstrip(".").lower()
+    with suppress(ValueError):
         return not _is_public(ipaddress.ip_address(host))
-    except ValueError:  # a name, which the proxy resolves
-        return host == "localhost"
+    with suppress(OSError):
+        return not _is_public(ipaddress.IPv4Address(socket.inet_aton(host)))
+    return host == "localhost" or host.endswith(".localhost")  # the proxy resolves names
 
 
 def _public_socket(proxies: set[tuple[str, int]], info: Any) -> socket.socket:

@@ -5,9 +5,15 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import clipkit
+from clipkit.errors import DataError
+from clipkit.samples import Decoding
+from data.augment import Augmentation
+from data.backbone import FeatureStore
+from data.shards.samples import Sample, Shards, find_shards
 from eval import Encoder, Subject, evaluate, open_datasets, read_results
 from tests.small_trainings import (
     Trainings,
@@ -198,3 +204,59 @@ def test_scores_of_locked_backbones_equal_those_of_an_evaluation(
     assert again.keys() == scores.keys() and len(scores) > 5
     assert again == pytest.approx(scores, abs=1e-9)
     assert len(set(losses(run))) > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("model.name=ViT-Ti-4-16",), ("model.name=ViT-Ti-4-16-quickgelu",)),
+        (("pixels.mean=[0.5,0.5,0.5]",), ("pixels.mean=[0.4,0.5,0.5]",)),
+        (("pixels.range=0,255",), ("pixels.range=0,4095",)),
+        (("shape.positions=sincos_2d",), ("shape.positions=none",)),
+    ],
+    ids=["activation", "mean", "range", "positions"],
+)
+def test_stores_of_other_settings_are_not_used(
+    trainings: Trainings, tmp_path: Path, first: tuple[str, ...], second: tuple[str, ...]
+) -> None:
+    before = stores(trainings)
+    for i, settings in enumerate((first, second)):
+        trainings.run(tmp_path / f"{i}", "steps=1", "seed=9", *STORED, *settings)
+    assert len(stores(trainings) - before) == 2
+
+
+def test_samples_that_could_not_be_read_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLIPKIT_CACHE", str(tmp_path / "cache"))
+    shards = Shards.of(find_shards(str(write_pairs(tmp_path / "pairs", 20))))
+    store = FeatureStore(
+        shards=shards, image_size=16, augmentation=Augmentation(), decoding=Decoding(), seed=0, backbones="",
+        images=True, texts=True,
+    )  # fmt: skip
+    read = shards.read
+
+    def read_all_but_one(number: int) -> Sample:
+        if number == 5:
+            raise DataError("the server is busy")
+        return read(number)
+
+    def write() -> None:
+        store.write(
+            lambda images: images.flatten(1).float(),
+            lambda texts: (torch.ones(len(texts), 3), [False] * len(texts)),
+        )
+
+    monkeypatch.setattr(shards, "read", read_all_but_one)
+    write()
+    features = store.open()
+    features.check_sample(4)
+    with pytest.raises(DataError, match="the server is busy"):
+        features.check_sample(5)
+    monkeypatch.setattr(shards, "read", read)
+    write()
+    features = store.open()
+    features.check_sample(5)
+    assert features.read_images([features.find_view(5, 0)]).shape == (1, 768)
+    assert features.read_texts(["noise 5"])[0].shape == (1, 3)

@@ -10,7 +10,7 @@ special.
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeAlias, TypeVar
 
@@ -169,9 +169,9 @@ class TowerArchitecture:
         return ""
 
     @property
-    def backbone_settings(self) -> str:
-        """Everything besides its weights that the pooled features of the tower depend on."""
-        return f"{self!r} {self.variant}"
+    def backbone_settings(self) -> dict[str, Any]:
+        """All fields that the pooled features of the tower depend on; ``repr`` lacks some."""
+        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
 
     def pool_inputs(self, module: "nn.Module", inputs: "Tensor") -> "Tensor":
         """Compute pooled features (B, W) of the inputs of the tower."""

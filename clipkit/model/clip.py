@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Adapters, Architecture, Decoder
+from clipkit.model.cpu import has_bfloat16_products
 from clipkit.model.decoder import CaptionDecoder, TextInput
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import create_architecture
@@ -345,11 +346,18 @@ class CLIP(nn.Module):
         return None if numbers is None else SourceProjections(tuple(self.image_projections), numbers)
 
     def _normalize_colors(self, images: Tensor) -> Tensor:
-        """Normalize colors; the result has the layout in which convolutions are fastest."""
+        """Normalize colors; the result has the layout in which convolutions are fastest.
+
+        On CPUs without AVX-512, torch's gradients of grouped convolutions in this layout corrupt the memory (seen
+        with torch 2.14).
+        """
+        layout = torch.channels_last
+        if images.device.type == "cpu" and torch.is_grad_enabled() and not has_bfloat16_products():
+            layout = torch.contiguous_format
         if images.dtype != torch.uint8:
-            return images.to(memory_format=torch.channels_last)
+            return images.to(memory_format=layout)
         mean, std = self.colors
-        return images.to(mean.dtype, memory_format=torch.channels_last).div_(255).sub_(mean).div_(std)
+        return images.to(mean.dtype, memory_format=layout).div_(255).sub_(mean).div_(std)
 
     def _finish_features(self, features: Tensor, *, normalize: bool = True) -> Tensor:
         """Convert features to at least float32, keep the first ``dim`` elements, and scale them to unit norm."""

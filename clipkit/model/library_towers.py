@@ -186,8 +186,8 @@ class TimmVision(ImageArchitecture):
         return "" if self.projection == "linear" else f"{self.projection} projection\n"
 
     @property
-    def backbone_settings(self) -> str:
-        return repr(self)
+    def backbone_settings(self) -> dict[str, Any]:
+        return super(TimmVision, replace(self, projection="linear", dropout=0.0)).backbone_settings
 
     @classmethod
     def from_setting(cls, value: str, *, embed_dim: int) -> Self:
@@ -455,8 +455,8 @@ class TransformersText(TextArchitecture):
         return "proj."
 
     @property
-    def backbone_settings(self) -> str:
-        return repr(replace(self, projection="linear", dropout=0.0))
+    def backbone_settings(self) -> dict[str, Any]:
+        return super(TransformersText, replace(self, projection="linear", dropout=0.0)).backbone_settings
 
     @property
     def hub_source(self) -> str:

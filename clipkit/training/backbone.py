@@ -3,8 +3,11 @@
 Letters: N images or texts, C channels, S image side in pixels, W width of pooled features.
 """
 
+import hashlib
+import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -38,21 +41,33 @@ class LockedBackbones:
         Raises:
             ConfigError: the projection of a tower is not known.
         """
-        shapes = {"image": self.model.architecture.vision, "text": self.model.architecture.text}
+        shape = self.model.architecture
+        shapes = {"image": shape.vision, "text": shape.text}
         towers = {tower: projection_prefix(self.model, tower) for tower in shapes if settings.stores(tower)}
         tensors = {
             name: tensor
             for name, tensor in self.model.state_dict().items()
             if tower_of(name) in towers and not name.startswith(towers[tower_of(name)])
         }
-        return "\n".join(
-            [
-                *(shapes[tower].backbone_settings for tower in towers),
-                repr(self.model.preprocess),
-                "bf16" if self.bf16 else "fp32",
-                describe_tensors(tensors),
-            ]
-        )
+        facts = [
+            *(repr(shapes[tower].backbone_settings) for tower in towers),
+            f"quick_gelu {shape.quick_gelu}",
+            "bf16" if self.bf16 else "fp32",
+            describe_tensors(tensors),
+        ]
+        if "image" in towers:
+            facts.append(repr(asdict(self.model.preprocess)))
+        if "text" in towers:
+            facts.append(self._hash_tokenizer())
+        return "\n".join(facts)
+
+    def _hash_tokenizer(self) -> str:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            digest = hashlib.sha256(repr(self.model.tokenizer.store(folder)).encode())
+            for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+                digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
+        return digest.hexdigest()
 
     @property
     def _device(self) -> torch.device:

@@ -23,7 +23,7 @@ from torch import Tensor
 from clipkit.batch import BadSample, Batch
 from clipkit.config import Config, to_toml
 from clipkit.distributed import barrier, copy_to_host, rank, world_size
-from clipkit.errors import ConfigError, DataError, silence_if_broken
+from clipkit.errors import CheckpointError, ConfigError, DataError, silence_if_broken
 from clipkit.files.terminal import counted, printable, redact_secrets
 from clipkit.files.writing import drop_lines_after, replacing, write_lines
 from clipkit.model import ARCHITECTURES
@@ -430,9 +430,14 @@ class SampleLosses:
         for path in self._folder.glob("[0-9]*.npy"):
             last, dash, number = path.stem.partition("-")
             if int(last) > self._step:
-                rows = np.load(path)
-                path.unlink()
+                try:
+                    rows = np.load(path, allow_pickle=False)
+                except (OSError, ValueError, EOFError) as error:
+                    raise CheckpointError(
+                        f"{path} is damaged ({error}): remove it to resume without it"
+                    ) from error
                 self._write(rows[rows["step"] <= self._step], dash + number)
+                path.unlink()
 
     def add(self, batch: Batch, pairs: Tensor) -> None:
         """Record the (4, B) losses and margins of the next step; does not wait for the device."""

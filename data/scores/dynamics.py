@@ -76,6 +76,13 @@ class Dynamics:
 
     def add_step(self, rows: npt.NDArray[Any]) -> None:
         """Add the rows of a step."""
+        while len(rows):  # a pair may be drawn several times in a step
+            _, first = np.unique(rows["sample"], return_index=True)
+            self._add_draws(rows[first])
+            rows = np.delete(rows, first)
+
+    def _add_draws(self, rows: npt.NDArray[Any]) -> None:
+        """Add rows of different pairs."""
         ids = rows["sample"]
         loss = (rows["image_loss"] + rows["text_loss"]) / 2
         margins = np.stack([rows["image_margin"], rows["text_margin"]])  # (2, B)
@@ -87,7 +94,7 @@ class Dynamics:
         self.first_loss[ids[is_first]] = loss[is_first]
         self.last_loss[ids] = loss
         self.draws[ids] += 1
-        np.add.at(self._shortfalls, ids, np.maximum(-margins, 0).mean(axis=0))
+        self._shortfalls[ids] += np.maximum(-margins, 0).mean(axis=0)
 
     @property
     def learnability(self) -> Floats:
@@ -111,13 +118,18 @@ class Dynamics:
         return sections
 
 
+def list_sample_files(folder: Path) -> list[Path]:
+    """Return the files in which a run has stored the losses of pairs, see ``SampleLosses``."""
+    return [path for path in folder.glob("*.npy") if re.fullmatch(r"[0-9]{8,}(-[0-9]+)?", path.stem)]
+
+
 def read_steps(folder: Path) -> Iterator[npt.NDArray[Any]]:
     """Yield the rows of each step, in order, from the files of all ranks."""
-    files = sorted((int(path.stem.partition("-")[0]), path) for path in folder.glob("[0-9]*.npy"))
+    files = sorted((int(path.stem.partition("-")[0]), path) for path in list_sample_files(folder))
     for _, group in groupby(files, key=lambda item: item[0]):
         try:
             rows = np.concatenate([np.load(path, allow_pickle=False) for _, path in group])
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, EOFError) as error:
             raise DataError(f"a file in {folder} cannot be read: {error}") from error
         rows = rows[np.argsort(rows["step"], kind="stable")]
         yield from np.split(rows, np.flatnonzero(np.diff(rows["step"])) + 1)
@@ -130,7 +142,7 @@ def run_dynamics(options: DynamicsOptions) -> int:
     check_page("--html", html)
     config = load_config(run / "config.toml")
     folder = run / "samples"
-    if not any(folder.glob("[0-9]*.npy")):
+    if not list_sample_files(folder):
         raise ConfigError(f"{run} has not stored the losses of pairs: train with log.samples=true")
     shards = open_training_data(
         config.data,
@@ -140,7 +152,7 @@ def run_dynamics(options: DynamicsOptions) -> int:
         resumed=True,
         broadcast=lambda content: content,
     )
-    last = max(int(path.stem.partition("-")[0]) for path in folder.glob("[0-9]*.npy"))
+    last = max(int(path.stem.partition("-")[0]) for path in list_sample_files(folder))
     dynamics = Dynamics(len(shards))
     with CountProgress("reading steps", total=last, shown=not options.quiet) as progress:
         for rows in read_steps(folder):

@@ -234,7 +234,7 @@ def test_text_dropout_refuses_what_needs_whole_texts(folder: Path, override: str
         ("seed=-1", "seed = -1 is invalid: expected 0 to 2^63"),
         ("data.crop_scale=0", "data.crop_scale = 0.0 is invalid: expected above 0, at most 1"),
         ("optim.skip_above=0.5", "optim.skip_above = 0.5 is invalid: expected 0, or above 1"),
-        ("lock.text=-1", 'lock.text = -1 is invalid: expected empty, "all", or the number of top'),
+        ("lock.text=-1", 'lock.text = -1 is invalid: expected empty, "all", "backbone", or the'),
         ("lock.text=some", "lock.text = 'some' is invalid: expected empty"),
         ("data.caption_choice=weighted", "data.caption_weights = [] is invalid: expected one for each of data.cap"),
         ("distill.features=a", "distill.text_features = '' is invalid: required by distill.features"),

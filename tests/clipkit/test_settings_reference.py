@@ -40,7 +40,18 @@ def test_settings_reference_lists_defaults_within_80_columns() -> None:
         ("optim.beta", ["optim.beta1", "optim.beta2"]),
         ("lr", ["optim.lr"]),
         ("steps", ["steps", "small.steps"]),
-        ("lock", ["lock.image", "lock.text", "lock.unfreeze_every", "lock.image_until", "lock.text_until"]),
+        (
+            "lock",
+            [
+                "lock.image",
+                "lock.text",
+                "lock.unfreeze_every",
+                "lock.image_until",
+                "lock.text_until",
+                "lock.store",
+                "lock.views",
+            ],
+        ),
     ],
 )
 def test_prefix_selects_settings(prefix: str, names: list[str]) -> None:
