@@ -118,7 +118,12 @@ class RunData:
     def list_notes(self, config: Config, *, step: int, layers: int) -> list[str]:
         """Return notes on settings that may be unintentional; ``layers`` are those trained in the end."""
         hosts = distributed.count_hosts()
-        return config.notes(step=step, samples=self.order.samples, layers=layers, hosts=hosts)
+        scored = [
+            f"note: eval.data = {source!r} is data.train too: scores are of pairs that are trained"
+            for source in config.eval.data
+            if source in config.data.sources and Path(source).is_file()
+        ]
+        return scored + config.notes(step=step, samples=self.order.samples, layers=layers, hosts=hosts)
 
 
 def open_samples(config: Config, recorded: Path | None, *, resumed: bool) -> tuple[Shards, order.Order]:

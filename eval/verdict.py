@@ -132,17 +132,21 @@ def judge_fine_tune(
         commands[name] = _write_command(tune, tune.selected, alpha, sizes)
     tests = tune.checkpoints * (1 + len(ALPHAS))
     rows = list(scores.compare(metric, tests=tests))
-    verdict = _decide(rows, held_out.dataset.name, names[tune.selected], commands)
+    informative = [row for row in rows if row.dataset not in scores.at_chance]
+    verdict = _decide(informative, held_out.dataset.name, names[tune.selected], commands)
     captions = held_out.dataset.captions or ()
     if metric.startswith("text_to_image") and max(map(len, captions), default=0) > 1:
         notes.append(
             f"The intervals of {metric} are too narrow, because an image has several captions: use mean_R@1."
         )
-    notes += [f"{name} shows no loss: the start weights are not above chance." for name in scores.at_chance]
+    notes += [
+        f"On {name} no loss can be seen, because the start weights are not above chance."
+        for name in scores.at_chance
+    ]
     note = f"With a probability of 95%, the intervals on {held_out.dataset.name} hold for all {tests} models "
     note += "from which one is chosen together"
     notes.append(f"{note}, and each interval on a guard set by itself." if guards else f"{note}.")
-    verdict = replace(verdict, inputs=inputs, notes=tuple(notes))
+    verdict = replace(verdict, rows=tuple(rows), inputs=inputs, notes=tuple(notes))
     write_verdict(tune.run, verdict)
     return verdict
 
@@ -373,7 +377,7 @@ def _describe_change(row: VerdictRow) -> str:
 def _describe_guards(model: str, rows: Sequence[VerdictRow]) -> Iterator[str]:
     """Yield a sentence on what a model lost on guard sets, and one on the others."""
     if not rows:
-        yield "What the model lost is not known: eval.guard names no datasets."
+        yield "What the model lost is not known: eval.guard names no dataset on which it could."
         return
     lost: list[str] = []
     others: list[str] = []

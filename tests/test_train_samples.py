@@ -172,6 +172,14 @@ def test_pairs_are_never_learned_forgotten_or_learned_last() -> None:
     assert (dynamics.first_loss[0], dynamics.last_loss[0]) == (0.5, 1.5)
 
 
+def test_pair_that_is_drawn_twice_in_a_step_counts_twice() -> None:
+    dynamics = Dynamics(2)
+    rows = np.concatenate([made_rows(1, s0=-0.4, s1=-0.4), made_rows(1, s0=-0.4)])
+    dynamics.add_step(rows)
+    assert dynamics.draws.tolist() == [2, 1]
+    np.testing.assert_allclose(dynamics.learnability, [0.6, 0.6], rtol=1e-6)
+
+
 def test_runs_without_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text('out = "run"\n')
     with pytest.raises(ConfigError, match=r"train with log.samples=true"):

@@ -689,11 +689,20 @@ def test_proxy_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.Mo
 
         def do_GET(self) -> None:
             assert self.path.startswith("http://images.invalid/")
+            name = self.path.rpartition("/")[2]
+            if name in ("private", "public"):
+                self.send_response(302)
+                self.send_header("Location", "http://169.254.169.254/1" if name == "private" else "/4")
+                self.end_headers()
+                return
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(jpeg(int(self.path.rpartition("/")[2])))
+            self.wfile.write(jpeg(int(name)))
 
-    urls = [f"http://images.invalid/{i}" for i in range(5)] + ["http://127.0.0.1/6"]
+    private = ["127.0.0.1/6", "2130706433/c", "127.1/d", "localhost./e", "images.invalid/private"]
+    urls = [f"http://images.invalid/{i}" for i in (0, 1, 2, 3, "public")] + [
+        f"http://{name}" for name in private
+    ]
     public = replace(QUICK, allow_private=False)
     with ThreadingHTTPServer(("127.0.0.1", 0), Proxy) as proxy:
         threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02}).start()
@@ -702,10 +711,19 @@ def test_proxy_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.Mo
         found = download(table(tmp_path / "t.csv", urls), tmp_path / "out", SMALL, fetch=public)
         proxy.shutdown()
     assert found.kept == 5
-    assert found.failures == {"host with a private address (--allow-private downloads from it)": 1}
+    assert found.failures == {"host with a private address (--allow-private downloads from it)": 5}
     many = table(tmp_path / "many.csv", [f"http://images.invalid/{i}" for i in range(200)])
     with pytest.raises(DataError, match=r"'no connection to the proxy' .likely cause: HTTP_PROXY"):
         download(many, tmp_path / "closed", SMALL, fetch=replace(public, retries=0))
+
+
+@pytest.mark.parametrize("value", ["http://127.0.0.1:port", "socks5://127.0.0.1:1080"])
+def test_proxies_that_are_not_usable_are_refused(
+    value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", value)
+    with pytest.raises(ConfigError, match=r"HTTP_PROXY = .* is not the URL of an HTTP proxy"):
+        download(table(tmp_path / "t.csv", ["http://images.invalid/1"]), tmp_path / "out", SMALL, fetch=QUICK)
 
 
 def test_download_does_not_stop_if_some_rows_succeed(server: Server, tmp_path: Path) -> None:
