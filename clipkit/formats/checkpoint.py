@@ -416,5 +416,5 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> str:
     lines = []
     for name, tensor in sorted(tensors.items()):
         content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n")
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(memoryview(content))}\n")
     return "".join(lines)

@@ -171,7 +171,7 @@ class TowerArchitecture:
     @property
     def backbone_settings(self) -> dict[str, Any]:
         """All fields that the pooled features of the tower depend on; ``repr`` lacks some."""
-        return {"kind": type(self).__name__, **asdict(self)}  # type: ignore[call-overload]
+        return {"kind": type(self).__name__, **asdict(self)}
 
     def pool_inputs(self, module: "nn.Module", inputs: "Tensor") -> "Tensor":
         """Compute pooled features (B, W) of the inputs of the tower."""
