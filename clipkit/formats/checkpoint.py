@@ -415,6 +415,6 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> str:
     """Return names, dtypes, shapes and CRC-32s of tensors, a line for each."""
     lines = []
     for name, tensor in sorted(tensors.items()):
-        content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(memoryview(content))}\n")
+        content: Any = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        lines.append(f"{name} {tensor.dtype} {tuple(tensor.shape)} {zlib.crc32(content)}\n")
     return "".join(lines)
