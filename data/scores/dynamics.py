@@ -167,11 +167,15 @@ def run_dynamics(options: DynamicsOptions) -> int:
         print(f"  {section.removesuffix(' last'):<15}{len(ids):,} ({len(ids) / drawn:.1%})")
     print(f"  page           {html}")
     print(f"  scores         {scores_folder() / name}")
-    print(
-        "to train without the 5% of the lowest learnability:\n"
-        f"  data.scores={name} data.filters='[\"score.learnability >= top 95%\"]'"
-    )
+    if 2 * len(sections["never learned"]) > drawn:
+        print("most pairs were never learned: train longer before their learnability says anything")
+        return 0
+    print(f"to train without the 5% of the lowest learnability:\n  {_write_filter(name)}")
     return 0
+
+
+def _write_filter(name: str) -> str:
+    return f"data.scores={name} data.filters='[\"score.learnability >= top 95%\"]'"
 
 
 def write_scores(run: Path, shards: Shards, learnability: Floats, *, quiet: bool) -> str:
@@ -255,7 +259,7 @@ def write_dynamics(
     page = environment.get_template("dynamics.html").render(
         title=str(run),
         lead=f"{counted(len(drawn), 'pair')} drawn {dynamics.draws.sum() / len(drawn):.1f} times on average",
-        notes=[f"data.scores={name} selects by score.learnability in training"],
+        notes=[f"{_write_filter(name)} trains without the 5% of the lowest learnability"],
         chart={"title": "learnability of pairs", "bins": list(bins), "counts": counts.tolist()},
         sections=[(title, ids[:_SHOWN].tolist(), len(ids)) for title, ids in sections.items()],
         describe_pair=describe_pair,
