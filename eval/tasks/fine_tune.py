@@ -151,7 +151,8 @@ class ClassTraining:
             "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
             "batch_size": batch_size, "optim.lr": rate, "optim.warmup": steps // 10, "optim.average": 0.0,
             "lock.unfreeze_every": 0, "checkpoint.every_steps": 0, "checkpoint.every_minutes": 10,
-            "checkpoint.keep": 1, "eval.every_steps": 0, "eval.data": scored, "log.tensorboard": False,
+            "checkpoint.keep": 1, "checkpoint.best": "", "eval.every_steps": 0, "eval.data": scored,
+            "eval.patience": 0, "eval.guard": [], "log.tensorboard": False,
         }  # fmt: skip
         settings = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
         print(f"{title}; follow it in {log}", file=sys.stderr, flush=True)
@@ -222,7 +223,11 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
     name, *others = head.name.split(" + ")
     image = next((other for other in others if other.startswith("timm:")), "")
     target = head.architecture
-    options = target.vision.options if isinstance(target.vision, TimmVision) else {}
+    options: dict[str, object] = {}
+    if isinstance(target.vision, TimmVision):
+        options = {**target.vision.options}
+        if target.vision.projection != "linear":
+            options["projection"] = target.vision.projection
     size = target.vision.image_size
     alike: dict[str, object] = {}
     for candidate in (name, *ARCHITECTURES, *(builtin + QUICKGELU for builtin in ARCHITECTURES)):
