@@ -122,7 +122,7 @@ def main() -> None:
             print(measured, flush=True)
             results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
             entry = results.setdefault(arguments.name, {"settings": arguments.settings, "seeds": []})
-            entry["seeds"] = [*(one for one in entry["seeds"] if one["seed"] != seed), measured]
+            entry["seeds"] = [*(result for result in entry["seeds"] if result["seed"] != seed), measured]
             RESULT.write_text(json.dumps(results, indent=2) + "\n")
 
 

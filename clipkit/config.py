@@ -1385,13 +1385,13 @@ def _set_steps(
 ) -> None:
     """Set the settings that are given in epochs to numbers of steps, at least 1 unless they are 0."""
     name, count = next(iter(epochs.items()))
-    given = f"{name} = '{count:g} epochs'"
+    stated_epochs = f"{name} = '{count:g} epochs'"
     if count_epoch is None:
-        raise ConfigError(f"{given}: only train.py converts epochs to steps: set a number of steps")
+        raise ConfigError(f"{stated_epochs}: only train.py converts epochs to steps: set a number of steps")
     try:
         steps = count_epoch()
     except DataError as error:
-        raise DataError(f"{error}; {given} depends on the number of pairs") from error
+        raise DataError(f"{error}; {stated_epochs} depends on the number of pairs") from error
     for key, count in epochs.items():
         section, _, name = key.rpartition(".")
         settings = values[section] if section else values
@@ -1481,14 +1481,17 @@ def _flatten_config(config: Config) -> dict[str, Any]:
     return flat
 
 
+def _escape_character(character: str) -> str:
+    if character in '"\\':
+        return "\\" + character
+    return character if character.isprintable() else f"\\U{ord(character):08x}"
+
+
 def _format_literal(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
-        escaped = "".join(
-            f"\\{c}" if c in '"\\' else c if c.isprintable() else f"\\U{ord(c):08x}" for c in value
-        )
-        return f'"{escaped}"'
+        return f'"{"".join(map(_escape_character, value))}"'
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_format_literal, value)) + "]"
     return repr(value)

@@ -138,11 +138,11 @@ class FeatureStore:
             if sample.caption_number > 0:  # its image and texts are those of an earlier sample
                 continue
             if self.texts:
-                found = self.shards.selection.captions.all_texts(sample.fields)
+                sample_texts = self.shards.selection.captions.all_texts(sample.fields)
                 fields = self.shards.selection.fields
                 for name in (*fields.image, *fields.text):
-                    found += texts_at(sample.fields, name)[:1]
-                texts.update(dict.fromkeys(text[:MAX_CHARACTERS] for text in found))
+                    sample_texts += texts_at(sample.fields, name)[:1]
+                texts.update(dict.fromkeys(text[:MAX_CHARACTERS] for text in sample_texts))
             if self.images:
                 try:
                     pixels, traits_of_image = self._read_views(sample.image, number)

@@ -290,7 +290,7 @@ class _Scores:
     ) -> tuple[Mapping[str, Any], Details | None]:
         """Find the last line of a score of a model, and its details; metric "" stands for the primary one."""
         dataset, weights = target.dataset, self._hashes[model]
-        own = [
+        model_lines = [
             line
             for line in lines
             if (line.get("weights"), line["dataset"], line.get("split"))
@@ -298,9 +298,13 @@ class _Scores:
             and not PREFIX.fullmatch(str(line.get("setting")))
         ]
         if not metric:
-            primary = (*target.metrics, TASKS[str(own[0]["task"])].metric)[0]
-            metric = primary if any(line["metric"] == primary for line in own) else str(own[0]["metric"])
-        line = [line for line in own if line["metric"] == metric][-1]
+            primary = (*target.metrics, TASKS[str(model_lines[0]["task"])].metric)[0]
+            metric = (
+                primary
+                if any(line["metric"] == primary for line in model_lines)
+                else str(model_lines[0]["metric"])
+            )
+        line = [line for line in model_lines if line["metric"] == metric][-1]
         keys = ("task", "prompt_set", "setting")
         key = (weights, dataset.name, dataset.split, *(str(line.get(name)) for name in keys))
         return line, details.get(key)

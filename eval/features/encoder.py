@@ -240,11 +240,11 @@ class Encoder:
     def _encode_texts(self, texts: Sequence[str]) -> Tensor:
         if "text" not in self._locked_towers or not texts:
             return encode_prompts(self.model, texts)
-        known = self._pooled.texts
-        missing = [text for text in texts if text not in known]
-        known.update(zip(missing, encode_prompts(self.model, missing, pooled=True), strict=True))
+        pooled = self._pooled.texts
+        missing = [text for text in texts if text not in pooled]
+        pooled.update(zip(missing, encode_prompts(self.model, missing, pooled=True), strict=True))
         with evaluation_mode(self.model):
-            return self.model.encode_text(torch.stack([known[text] for text in texts]))
+            return self.model.encode_text(torch.stack([pooled[text] for text in texts]))
 
     def classifier(self, prompts: Sequence[Sequence[str]], *, description: str) -> Tensor:
         """Return a weight vector per class: the normalized mean of its prompts' embeddings.

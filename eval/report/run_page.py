@@ -390,12 +390,12 @@ def select_newest(results: Sequence[Result], best: tuple[str, int] | None = None
     The scores of the best checkpoint on its dataset are selected too.
     """
     last = {result.what: result for result in results}
-    of_best = {result.what: result for result in results if (result.dataset, result.step) == best}
+    best_results = {result.what: result for result in results if (result.dataset, result.step) == best}
     selected = []
     for what, result in last.items():
         selected.append(result)
-        if of_best.get(what, result) is not result:
-            selected.append(of_best[what])
+        if best_results.get(what, result) is not result:
+            selected.append(best_results[what])
     trained = {result.series for result in results if result.scored_in_training}
     by_series: list[Result] = []
     for results_of_series in group_by(selected, attrgetter("series")).values():
