@@ -97,7 +97,8 @@ def test_library_towers_get_images_in_the_layout_of_fast_convolutions() -> None:
     seen: list[torch.Tensor] = []
     model.visual.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
     pixels = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
-    features = [model.encode_image(one) for one in (pixels, pixels.to(memory_format=torch.channels_last))]
-    features.append(model.encode_image(seen[0].contiguous()))
+    with torch.no_grad():
+        features = [model.encode_image(one) for one in (pixels, pixels.to(memory_format=torch.channels_last))]
+        features.append(model.encode_image(seen[0].contiguous()))
     assert all(one.is_contiguous(memory_format=torch.channels_last) for one in seen)
     assert len(seen) == 3 and all(feature.equal(features[0]) for feature in features)
