@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--name", default="stored features", help="of the result")
     parser.add_argument("settings", nargs="*", help="further settings of the training, such as lock.views=2")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     settings = [
         f"model.image_weights={arguments.image_weights}", f"model.text=transformers:{arguments.text}",
         *arguments.settings,

@@ -31,7 +31,7 @@ Input = TypeVar("Input")
 Output = TypeVar("Output")
 
 _ROWS = 16  # with fewer, a product is bound by reading the weights
-_MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1  # options of glibc's mallopt
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # options of glibc's mallopt
 _MOST_FREE = 2**30  # bytes
 
 
@@ -166,10 +166,15 @@ def open_core_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def keep_memory() -> None:
-    """Let this process keep freed memory for its next activations; for commands. No effect without glibc."""
+    """Let this process keep freed memory for its next activations; for commands, before they start threads.
+
+    All threads allocate from the heap, because glibc returns the memory of their own arenas to the system. No effect
+    without glibc.
+    """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):  # another C library
         return
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         mallopt(option, _MOST_FREE)
+    mallopt(_ARENA_MAX, 1)
