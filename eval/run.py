@@ -33,6 +33,7 @@ from eval.datasets.targets import Target, find_targets, open_available, open_sui
 from eval.features.adapters import TIMM, load_image_model, text_tower_error
 from eval.features.encoder import ONE_RANK, Encoder, Ranks
 from eval.options import ScoreOptions, ScoringOptions
+from eval.readers.benchmarks import list_judgments
 from eval.readers.shards import Members
 from eval.report.terminal import score_table
 from eval.results.records import (
@@ -366,7 +367,9 @@ def _hash_inputs(subject: Subject, task: str, options: Options) -> str:
     """Hash what a task's scores depend on besides the model: images, labels, texts, metrics, options."""
     scored = subject.dataset
     settings: list[Any] = [subject.metrics, scored.superclasses, options.describe_options(task)]
-    settings += [facts for facts in (scored.grades, scored.image_fields, scored.taxonomy) if facts]
+    settings += [
+        part for part in (scored.grades, scored.ratings, scored.image_fields, scored.taxonomy) if part
+    ]
     digest = hashlib.sha256(json.dumps(settings).encode())
     splits = [scored]
     if TASKS[task].learns:
@@ -449,8 +452,11 @@ def run_evaluation(options: ScoreOptions) -> int:
             raise ConfigError("no dataset given: use --data or --suite")
         check_towers(options.model, options.task)
         members = Members(image=options.image, captions=options.captions)
+        data = options.data
+        if options.task == ("judgments",):
+            data = tuple(chain.from_iterable(map(list_judgments, data)))
         targets, errors = open_available(
-            options.data, root=options.data_root, prompts=options.prompts, members=members
+            data, root=options.data_root, prompts=options.prompts, members=members
         )
         if not targets and not options.suite:
             print_errors(errors[1:])

@@ -128,6 +128,7 @@ class EvalDataset:
             ``labels`` is False; None if all are known.
         captions: one or more per image; None without captions.
         grades: by image, the relevance of each of its captions, at least 0; None if all belong to the image.
+        ratings: by image and caption, how well they fit as rated by people; captions may then be wrong.
         image_fields: by name, the weight of the features of a text of each image, and these texts; () stands for
             the image itself. Without fields the features are the image's.
         choices: by image, the right caption followed by wrong ones, for compositional tasks; or None. Images with
@@ -158,6 +159,7 @@ class EvalDataset:
     unknown: Tensor | None = None
     captions: tuple[tuple[str, ...], ...] | None = None
     grades: tuple[tuple[float, ...], ...] | None = None
+    ratings: tuple[tuple[tuple[float, ...], ...], ...] | None = None
     image_fields: Mapping[str, tuple[float, tuple[str, ...]]] = field(default_factory=dict)
     choices: tuple[tuple[str, ...], ...] | None = None
     items: Tensor | None = None
@@ -279,6 +281,8 @@ def require_captions(dataset: EvalDataset) -> tuple[tuple[str, ...], ...]:
     """Return the captions of each image."""
     if dataset.captions is None:
         raise Unavailable(f"dataset {dataset.name} has no captions, which retrieval and captioning need")
+    if dataset.ratings is not None:
+        raise Unavailable(f"dataset {dataset.name} has rated captions, which only the task judgments can use")
     if dataset.grades is None and len(set(chain.from_iterable(dataset.captions))) < 2:
         raise DataError(
             f"dataset {dataset.name} has the same caption for all images: there is nothing to tell apart"
@@ -293,6 +297,18 @@ def require_choices(dataset: EvalDataset) -> EvalDataset:
             f"dataset {dataset.name} has no captions to choose between, which the compositional task needs"
         )
     return dataset
+
+
+def require_ratings(dataset: EvalDataset) -> tuple[tuple[tuple[float, ...], ...], ...]:
+    """Return the human judgments of each caption of each image; those of a table are its grades."""
+    ratings = dataset.ratings
+    if ratings is None and dataset.grades is not None:
+        ratings = tuple(tuple((grade,) for grade in grades) for grades in dataset.grades)
+    if ratings is None:
+        raise Unavailable(
+            f"dataset {dataset.name} has no human judgments: neither ratings nor a table of grades"
+        )
+    return ratings
 
 
 def make_distinct(names: Sequence[str]) -> list[str]:

@@ -281,6 +281,8 @@ def _open_folder(
     """Return a dataset that has no card, or its own card next to the images."""
     file = Path(source).expanduser() / OWN_CARD
     card = read_card(file, name=dataset.name) if file.is_file() else None
+    if dataset.ratings is not None:
+        card = load_card(dataset.name)
 
     def opener(split: str) -> EvalDataset:
         return open_dataset(source, split=split, root=root, members=members)
@@ -407,7 +409,9 @@ def _find_opener(card: Card, root: Root) -> Opener:
 
 
 def _add_prompts(card: Card, dataset: EvalDataset, prompts: str, captions: str) -> EvalDataset:
-    """Add the prompts of a card: the named set or the first for classes, the named set or none for captions."""
+    """Add a card's prompts: the named set, or else the first for classes and rated captions, none for captions."""
+    if dataset.ratings is not None:
+        captions = captions or next(iter(card.caption_prompts))
     if dataset.captions is not None and captions in card.caption_prompts:
         template = card.caption_prompts[captions]
         dataset = replace(dataset, caption_template=template, caption_prompt_set=captions)

@@ -34,8 +34,10 @@ from eval.metrics.pairs import (
     DIRECTIONS,
     Choices,
     Direction,
+    Judgments,
     Winoground,
     jaccard_index,
+    kendall_tau,
     pairwise_correct,
     score_winoground,
 )
@@ -60,6 +62,7 @@ __all__ = [
     "Direction",
     "Estimate",
     "Judged",
+    "Judgments",
     "Metric",
     "calibration_bins",
     "caption_tokens",
@@ -87,7 +90,7 @@ __all__ = [
     "top_classes",
 ]
 
-Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional"]
+Kind = Literal["one-label", "multi-label", "retrieval", "captioning", "compositional", "judgments"]
 Inputs = TypeVar("Inputs", contravariant=True)
 Directions = Mapping[str, Direction]  # by DIRECTIONS
 EVERY = "*"  # in a name on a card, in place of a rank or label
@@ -99,10 +102,10 @@ class Metric(Generic[Inputs]):
     """The registry entry of a metric.
 
     Attributes:
-        kind: images with one or several labels, retrieval of captions, generated captions, or choices between
-            captions.
-        function: computes it from ``Answers``, ``Directions``, ``Descriptions`` or ``Choices``; None if it is
-            undefined for them.
+        kind: images with one or several labels, retrieval of captions, generated captions, choices between
+            captions, or human judgments of captions.
+        function: computes it from ``Answers``, ``Directions``, ``Descriptions``, ``Choices`` or ``Judgments``; None
+            if it is undefined for them.
         chance: its value for random guessing; None if that is not a single number.
         title: name on pages and in tables; by default the key with spaces.
         larger_is_better: False for ranks, errors and perplexity.
@@ -501,6 +504,16 @@ def _jaccard(least: int, most: int) -> Metric[Choices]:
     )
 
 
+def _kendall(variant: Literal["b", "c"]) -> Metric[Judgments]:
+    return Metric(
+        kind="judgments",
+        function=lambda judgments: kendall_tau(judgments, variant),
+        chance=lambda _: 0.0,
+        title=f"Kendall's tau-{variant}",
+        lowest=-1.0,
+    )
+
+
 METRICS: Mapping[str, Metric[Never]] = {
     "acc1": _top_k(1),
     "acc5": _top_k(5),
@@ -638,6 +651,8 @@ METRICS: Mapping[str, Metric[Never]] = {
     "jaccard_10": _jaccard(10, 10),
     "jaccard_12": _jaccard(12, 12),
     "jaccard_10-12": _jaccard(10, 12),
+    "kendall_tau_b": _kendall("b"),
+    "kendall_tau_c": _kendall("c"),
 }
 
 

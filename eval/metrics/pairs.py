@@ -1,18 +1,21 @@
-"""Metrics of retrieval (recall, mean and median rank) and of choosing between captions.
+"""Metrics of retrieval (recall, mean and median rank), of choosing between captions, and of human judgments.
 
 When choosing between captions, ties and NaN count as wrong.
 
-Dimensions: Q queries, N images, K wrong captions, I items (pairs of images or cues), M candidates, G groups.
+Dimensions: Q queries, N images, K wrong captions, I items (pairs of images or cues), M candidates, G groups, R
+judgments.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from clipkit.errors import ConfigError
 from clipkit.inference import wilson_interval
 from eval.metrics.graded import Judged
 from eval.metrics.intervals import (
@@ -23,6 +26,7 @@ from eval.metrics.intervals import (
     bootstrap_interval,
     coin_probabilities,
     estimate_proportion,
+    estimate_statistic,
     mean_statistic,
 )
 
@@ -290,3 +294,36 @@ class Choices:
     def select_cues(self, least: int, most: int) -> Tensor:
         """Return which cues have ``least`` to ``most`` candidates, (I,) bool."""
         return (self.sizes >= least) & (self.sizes <= most)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judgments:
+    """Human judgments of captions: (R,) float64 similarity and rating, and (R,) int64 image of each judgment."""
+
+    similarity: Tensor
+    rating: Tensor
+    image: Tensor
+
+
+def kendall_tau(judgments: Judgments, variant: Literal["b", "c"]) -> Estimate:
+    """Compute the rank correlation of similarities and ratings, NaN if all of either are equal.
+
+    The interval is a bootstrap over images, because the judgments of one image are dependent.
+    """
+    try:
+        from scipy.stats import kendalltau
+    except ModuleNotFoundError as error:
+        raise ConfigError("the task judgments requires scipy: pip install -e '.[eval]'") from error
+    similarity = judgments.similarity.numpy()
+    rating = judgments.rating.numpy()
+    _, image = np.unique(judgments.image.numpy(), return_inverse=True)
+
+    def statistic(drawn: Ints) -> Floats:
+        values = []
+        for counts in drawn:
+            rows = np.repeat(np.arange(len(image)), counts[image])
+            values.append(kendalltau(similarity[rows], rating[rows], variant=variant).statistic)
+        return np.array(values)
+
+    images = int(image.max()) + 1
+    return replace(estimate_statistic(statistic, images, cost=len(image)), n=len(image))

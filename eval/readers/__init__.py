@@ -2,6 +2,7 @@
 
 A source is a built-in dataset's name; a folder of shards, of parquet files, or of images by class or with captions;
 the URL of a folder of the first two kinds; a table of images and captions; a ``.json`` file of SugarCrepe or ARO;
+a file of judgments of Flickr8k;
 ``torchvision:CIFAR10``; or, with a root, the name of a published dataset below it. ``READERS`` holds the readers;
 the first one that recognizes a source opens it.
 """
@@ -29,9 +30,11 @@ from data.corpora.builtin import BUILTIN, built_in
 from eval.datasets.card import OWN_CARD, Card, read_card
 from eval.datasets.dataset import TEST, EvalDataset
 from eval.readers.benchmarks import (
+    JUDGMENTS,
     is_multilingual,
     is_video_frames,
     open_caption_choices,
+    open_judgments,
     open_multilingual,
     open_video_frames,
 )
@@ -134,6 +137,11 @@ READERS: Mapping[str, Reader] = {
     "builtin": Reader(
         recognizes=lambda place, _: isinstance(place, str) and place in BUILTIN,
         open=lambda name, shown_as, options: _open_samples(built_in(name), shown_as, options),
+    ),
+    "judgments": Reader(
+        recognizes=lambda place, _: isinstance(place, Path) and place.name in JUDGMENTS,
+        open=lambda file, name, options: open_judgments(file),
+        test_only=True,
     ),
     "table": Reader(
         recognizes=lambda place, _: isinstance(place, Path) and lists_captions(place),
@@ -303,7 +311,7 @@ def _locate(source: str, root: Path | str | None) -> _Located:
     if source in BUILTIN and not Path(source).is_dir():
         return _Located(source=source, place=source, parts=(source,))
     path = user_path(source)
-    if path.is_dir() or is_table(path) or names_files(path, (".tar",)):
+    if path.is_dir() or is_table(path) or names_files(path, (".tar", *JUDGMENTS)):
         full_path = path.resolve()
         stem = full_path.stem if path.is_file() else full_path.name
         if not path.exists():  # a pattern

@@ -14,6 +14,10 @@
 - **Babel-ImageNet** (Geigle et al. 2023): ``babel_imagenet.json``, by language class numbers of ImageNet and
   their names, and ``nllb_dist13b_prompts.json``, by language templates with ``{}``. Any dataset with classes
   may have ``names.json`` next to its shards: by language the names in label order.
+- **Flickr8k-Expert** and **Flickr8k-CF** (Hodosh et al. 2013): ``ExpertAnnotations.txt``, in each line an
+  image, a caption, and ratings by three experts from 1 to 4; ``CrowdFlowerAnnotations.txt``, with the fraction of
+  yes and the numbers of yes and no. ``IMAGE#2`` is the third caption of an image in ``Flickr8k.token.txt`` or
+  ``captions.txt`` beside it.
 - **ImageNet-Vid-Robust** and **YTBB-Robust** (Shankar et al. 2021, https://arxiv.org/abs/1906.02168): video
   frames, and the similar frames near each of them. An anchor frame is correct if one of its labels is predicted
   for it (pm-0), or also for all similar frames within 10 frames of it (pm-10). The former has, in the folder or
@@ -26,7 +30,9 @@
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from io import BytesIO
 from itertools import chain
 from pathlib import Path, PurePosixPath
@@ -37,7 +43,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import DataError
-from clipkit.samples import is_deep, join_place, pillow_errors, refuse_deep_alpha, to_16_bit
+from clipkit.samples import Table, is_deep, join_place, pillow_errors, refuse_deep_alpha, to_16_bit
 from eval.datasets.dataset import (
     EvalDataset,
     FileSamples,
@@ -46,6 +52,7 @@ from eval.datasets.dataset import (
     check_dataset,
     encode_png,
     file_images,
+    hash_values,
     make_multi_hot,
     read_json_file,
     read_lines,
@@ -196,6 +203,61 @@ def _number_values(values: Sequence[object]) -> Tensor:
     texts = list(map(repr, values))
     numbers = {text: i for i, text in enumerate(sorted(set(texts)))}
     return torch.tensor([numbers[text] for text in texts])
+
+
+# --------------------------------------------------------------------------------------------------------------
+# Human judgments of Flickr8k.
+
+_TABLES = ("Flickr8k.token.txt", "captions.txt")
+# image, image and index of the caption, then three ratings, or the fraction of yes and the numbers of yes and no
+JUDGMENTS = {
+    "ExpertAnnotations.txt": re.compile(r"([^\t]+)\t([^\t]+)#(\d+)\t([1-4])\t([1-4])\t([1-4])"),
+    "CrowdFlowerAnnotations.txt": re.compile(r"([^\t]+)\t([^\t]+)#(\d+)\t([01]|0\.\d+)\t\d+\t\d+"),
+}
+
+
+def list_judgments(place: str) -> list[str]:
+    """Return the files of judgments in a folder, or the place itself if there are none."""
+    return [str(file) for file in map(Path(place).joinpath, JUDGMENTS) if file.is_file()] or [place]
+
+
+def open_judgments(file: Path) -> EvalDataset:
+    """Open a file of human judgments, named as its card.
+
+    Of experts, pairs with a caption of the image itself are left out, as in CLIPScore (Hessel et al. 2021).
+    """
+    name = f"flickr8k-{file.name.removesuffix('Annotations.txt')}"
+    path = next(filter(Path.is_file, map(file.with_name, _TABLES)), None)
+    if path is None:
+        raise DataError(f"dataset {name}: no {' or '.join(_TABLES)} with the captions next to {file}")
+    table = Table(path, image_column=None, caption_column=None)
+    captions: dict[str, list[str]] = {}  # by image
+    for row in table:
+        if row.cause:
+            raise DataError(f"dataset {name}: {path} row {row.number:,}: {row.cause}")
+        captions.setdefault(str(row.path), []).append(" ".join(str(row.caption).split()))
+    judged: dict[str, dict[str, tuple[float, ...]]] = {}  # by image, the ratings of each caption
+    for number, line in enumerate(read_lines(file), start=1):
+        match = JUDGMENTS[file.name].fullmatch(line)
+        if match is None:
+            raise DataError(f"dataset {name}: {file} line {number:,} is not as published: {line[:80]!r}")
+        image, other, i, *ratings = match.groups()
+        if image not in captions or int(i) >= len(captions.get(other, ())):
+            missing = f"caption {other}#{i}" if image in captions else f"captions of {image}"
+            raise DataError(f"dataset {name}: {file} line {number:,}: {path} has no {missing}")
+        caption = captions[other][int(i)]
+        if len(ratings) == 1 or caption not in captions[image]:
+            of_image = judged.setdefault(image, {})
+            of_image[caption] = (*of_image.get(caption, ()), *map(float, ratings))
+    dataset = EvalDataset(
+        name=name,
+        images=file_images(file.parent, list(map(table.find_image, judged))),
+        tasks=("judgments",),
+        captions=tuple(map(tuple, judged.values())),
+        ratings=tuple(tuple(of_image.values()) for of_image in judged.values()),
+    )
+    revision = hash_values(dataset.images.fingerprint(), dataset.captions, dataset.ratings)
+    return check_dataset(replace(dataset, revision=revision))
 
 
 # --------------------------------------------------------------------------------------------------------------

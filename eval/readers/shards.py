@@ -413,8 +413,9 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
 
     For the name ``vtab/dtd`` these folders are tried in order: ``wds_vtab-dtd``, ``wds_vtab-dtd_test`` (names of
     CLIP_benchmark and DataComp), ``vtab-dtd`` and ``vtab/dtd``; for ``sugar_crepe-swap_obj`` and ``aro-relation``
-    also the files ``sugar_crepe/swap_obj.json`` (or in its ``data``) and ``aro/visual_genome_relation.json``.
-    Locally and in stores that list their folders, datasets of all formats are found.
+    also the files ``sugar_crepe/swap_obj.json`` (or in its ``data``) and ``aro/visual_genome_relation.json``; for
+    ``flickr8k-Expert``, ``flickr8k/ExpertAnnotations.txt``. All formats are found, except in stores that do
+    not list their folders.
     """
     when, message = _unreachable.get(str(root), (-math.inf, ""))
     if time.monotonic() - when < _REMEMBERED:
@@ -431,8 +432,8 @@ def find_published(root: str | Path, names: Sequence[str]) -> str | None:
                 elif _is_dataset(resolve_address(folder)):
                     return folder
             family, _, part = flat.partition("-")
-            for inside in (f"{part}.json", f"data/{part}.json", f"visual_genome_{part}.json"):
-                file = join_place(root, family, inside)
+            for pattern in ("{}.json", "data/{}.json", "visual_genome_{}.json", "{}Annotations.txt"):
+                file = join_place(root, family, pattern.format(part))
                 if part and isinstance(file, Path) and file.expanduser().is_file():
                     return str(file.expanduser())
     except Unreachable as error:

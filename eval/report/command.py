@@ -77,9 +77,10 @@ def _find_facts(counts: Mapping[str, Collection[object]]) -> Facts:
     cards = []
     for name, dataset_counts in counts.items():
         if name in card_names():
-            count = load_card(name).splits.get(TEST)
-            if count is None or count in dataset_counts:
-                cards.append(load_card(name))
+            card = load_card(name)
+            stated = {card.splits.get(TEST), card.items.get(TEST)} - {None}
+            if not stated or stated & set(dataset_counts):
+                cards.append(card)
     datasets = {card.name for card in cards}
     suites = {name: load_suite(name).cards for name in suite_names()}
     return Facts(
@@ -93,12 +94,12 @@ def _find_facts(counts: Mapping[str, Collection[object]]) -> Facts:
 def list_published(cards: Iterable[Card]) -> dict[str, Mapping[str, float] | Sequence[Published]]:
     """Return published scores by dataset and model: the first ones for the main task and primary metric.
 
-    For retrieval, all are returned, since scores with and without a prompt before captions are not comparable.
+    Of captions, all are returned, since scores with and without a prompt before captions are not comparable.
     """
     published: dict[str, Mapping[str, float] | Sequence[Published]] = {}
     for card in cards:
         scores = [scores for scores in card.published if scores.task in card.tasks[:1]]
-        if "retrieval" in card.tasks[:1]:
+        if card.caption_prompts or "retrieval" in card.tasks[:1]:
             published[card.name] = scores
         else:
             primary = [same.values for same in scores if same.metric == card.metric]

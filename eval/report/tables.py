@@ -28,7 +28,7 @@ from eval.report.charts import format_number, format_value
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, read_table
 
 # tasks without training; the first is the usual main task
-AS_TRAINED = ("zero-shot", "retrieval", "captioning", "compositional", "likelihood")
+AS_TRAINED = ("zero-shot", "retrieval", "captioning", "compositional", "judgments", "likelihood")
 SEVERAL_TASKS = "several tasks"
 PLAIN = "ridge"  # few-shot settings without an estimator
 _MOST_PUBLISHED = 4

@@ -26,7 +26,7 @@ _CHECKPOINT = re.compile(r"(?:(?P<run>.*)/)?checkpoints(?:/(?P<checkpoint>step_\
 _MAX_TEXT = 300
 _DIGITS = 12  # of a hash, in a label
 _REVISION = 16  # characters of a data revision, in a note
-PROMPTED = ("zero-shot", "likelihood", "retrieval", "captioning")
+PROMPTED = ("zero-shot", "likelihood", "retrieval", "captioning", "judgments")
 
 Series = tuple[str, str, str, str, str]  # dataset, split, task, prompt set, setting
 _Item = TypeVar("_Item")
@@ -117,7 +117,7 @@ class Record:
     @property
     def prompts(self) -> str:
         """The fingerprint of the prompts (for retrieval, of the captions as encoded), or ""."""
-        return self.text("captions" if self.task in ("retrieval", "captioning") else "prompts")
+        return self.text("captions" if self.task in ("retrieval", "captioning", "judgments") else "prompts")
 
     @property
     def weights(self) -> str:

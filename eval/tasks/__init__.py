@@ -97,8 +97,8 @@ class Options:
     )
     dims: tuple[int, ...] = setting(
         (),
-        "zero-shot, retrieval and compositional: also score the first N elements of each embedding, for models "
-        "trained with loss.dims",
+        "zero-shot, retrieval, compositional and judgments: also score the first N elements of each embedding, for "
+        "models trained with loss.dims",
         integers(1, 1_000_000),
         flag="--dim",
         listed=True,
@@ -151,7 +151,7 @@ class Task:
 
     summary: str
     function: str
-    fits: Literal["labels", "captions", "choices"]
+    fits: Literal["labels", "captions", "choices", "ratings"]
     texts: Literal["prompts", "all_prompts", "caption_prompts", "all_captions", ""] = ""
     metric: str
     uses_prompts: bool = False
@@ -199,6 +199,7 @@ class Task:
             "labels": kinds.require_labels,
             "captions": kinds.require_captions,
             "choices": kinds.require_choices,
+            "ratings": kinds.require_ratings,
         }
         checks[self.fits](dataset)
 
@@ -280,6 +281,15 @@ TASKS: Mapping[str, Task] = {
         fits="choices",
         texts="all_captions",
         metric="accuracy",
+        depends_on=("dims",),
+    ),
+    "judgments": Task(
+        summary="correlate the similarity of images and captions with human judgments (Kendall's tau)",
+        function="eval.tasks.judgments:judgments",
+        fits="ratings",
+        texts="caption_prompts",
+        metric="kendall_tau_c",
+        uses_prompts=True,
         depends_on=("dims",),
     ),
     "fine-tune": Task(

@@ -46,7 +46,7 @@ def compositional(subject: Subject, options: Options) -> Outcome:
 def _pairwise(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
     """Compare each image with its own captions, the first of which is right."""
     metadata = subject.dataset.metadata
-    similarity = _similarities(subject, choices)  # (N, K), -inf if an image has fewer captions
+    similarity = compute_cosines(subject, choices)  # (N, K), -inf if an image has fewer captions
     correct = pairwise_correct(similarity[:, 0], similarity[:, 1:])  # (N,)
     chance = float(torch.tensor([1 / len(captions) for captions in choices], dtype=torch.float64).mean())
     name = "relation" if "relation" in metadata else "attribute"
@@ -74,7 +74,9 @@ def _winoground(subject: Subject, choices: Sequence[Sequence[str]]) -> Choices:
             is_paired &= len(choices[i]) == 2 and list(choices[i]) == list(reversed(choices[j]))
     if not is_paired:
         raise DataError(f"dataset {dataset.name}: its items are not two images with each other's captions")
-    similarity = _similarities(subject, choices)[order].reshape(len(items), 2, 2)  # (I, image, own or other)
+    similarity = compute_cosines(subject, choices)[order].reshape(
+        len(items), 2, 2
+    )  # (I, image, own or other)
     pairs = torch.stack([similarity[:, 0], similarity[:, 1].flip(1)], dim=1)  # (I, image, caption)
     return Choices(winoground=score_winoground(pairs))
 
@@ -83,7 +85,7 @@ def _associations(subject: Subject) -> Choices:
     """Let the model pick the images of each cue."""
     dataset = subject.dataset
     assert dataset.items is not None and dataset.captions is not None
-    similarity = _similarities(subject, dataset.captions)[:, 0]  # (N,)
+    similarity = compute_cosines(subject, dataset.captions)[:, 0]  # (N,)
     right = dataset.metadata["association"].bool()
     _, case, sizes = dataset.items.unique(return_inverse=True, return_counts=True)
     return Choices(
@@ -110,7 +112,7 @@ def _jaccard_of_chance(sizes: Tensor, picks: Tensor) -> Tensor:
     return torch.tensor([means[case] for case in cases])
 
 
-def _similarities(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
+def compute_cosines(subject: Subject, texts: Sequence[Sequence[str]]) -> Tensor:
     """Return (N, K) float32 cosines of each image with its own texts, -inf if it has fewer than K.
 
     Equal texts are encoded once.
