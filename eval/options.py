@@ -77,8 +77,14 @@ class ScoreOptions(CaptionOptions, ImageOptions, ScoringOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(ScoringOptions):
-    """Check that a model reaches the expected scores in the dataset cards."""
+    """Check that a model reaches published scores, or published values (--vectors), and find the cause if not."""
 
+    vectors: str = setting(
+        "",
+        "published values instead of scores: a file, or a name in eval/vectors such as openai-vit-b-32",
+        metavar="FILE|NAME",
+    )
+    image_root: Path = setting(Path(), "folder with the images of --vectors", metavar="FOLDER")
     known_as: str = setting(
         "",
         "model name under which cards list the expected scores",

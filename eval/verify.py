@@ -1,9 +1,11 @@
-"""``python -m eval verify``: compare a model's scores with those that dataset cards expect."""
+"""``python -m eval verify``: compare scores with those that dataset cards expect, or values with published ones."""
 
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -23,16 +25,22 @@ from eval.run import (
     compute_exit_status,
     find_model,
     join_ranks,
+    load_scored,
     print_errors,
     score_model,
+    tower_autocast,
 )
+from eval.vectors.alternatives import ALTERNATIVES, Measurement
+from eval.vectors.published import PublishedValues, read_published
 
 
 def run_verify(options: VerifyOptions) -> int:
-    """Measure the scores for which cards list expected values, and compare."""
+    """Measure what cards or a file of published values expect, and compare."""
     with join_ranks(options.device) as device:
         if len(options.model) > 1:
             raise ConfigError("verify checks one --model at a time")
+        if options.vectors:
+            return 0 if distributed.rank() > 0 else _verify_values(options, device)
         model = find_model(options.model[0], options.out)
         name = options.known_as or model.name
         check_towers([model.source], list_expected_tasks(options.data, name))
@@ -52,11 +60,64 @@ def run_verify(options: VerifyOptions) -> int:
         if not checks:
             print(explain_no_checks(expected, name), file=sys.stderr)
             return status
-        return max(status, _print_checks(checks))
+        headings = ("dataset", "task and metric", "measured %", "expected %")
+        return max(status, _print_checks(checks, headings))
 
 
-# a dataset, an expected score, and the measured one or None
-Check = tuple[str, Expected, float | None]
+def _verify_values(options: VerifyOptions, device: str) -> int:
+    """Compare the values of a model with published ones, and name settings with which it reaches them."""
+    if options.data or options.suite or options.known_as:
+        raise ConfigError("--data, --suite and --as have no effect with --vectors: leave them out")
+    source = find_model(options.model[0], options.out)
+    check_towers([source.source], ())
+    published = read_published(options.vectors)
+    images = [image.open(options.image_root) for image in published.images]
+    measurement = Measurement(load_scored(source, options, device), published, images)
+    with tower_autocast(options, device):
+        checks = _list_values(published, measurement)
+        status = _print_checks(checks, ("input", "value", "measured", "expected"), digits=5)
+        print("\n".join([f"date of the source: {published.date}", *published.note.splitlines()]))
+        if not status:
+            return status
+        print("looking for settings that reach the published values", file=sys.stderr)
+        explanations = measurement.explain_failure()
+    for alternatives in explanations:
+        settings = " and ".join(f"{name} = {value} in the {part}" for part, name, value in alternatives)
+        print(f"the published values are reached with {settings}: set this for the model")
+    if not explanations:
+        print(
+            f"none of {len(ALTERNATIVES)} other settings, nor two of them, reaches the published values: compare "
+            "the weights and the architecture with the published ones"
+        )
+    return status
+
+
+def _list_values(published: PublishedValues, measurement: Measurement) -> "list[Check]":
+    checks = []
+    for values, table in zip(measurement.measure(), published.expected, strict=True):
+        rows = [image.file for image in published.images]
+        columns: Sequence[str] = published.texts
+        if table.kind == "text features":
+            rows = list(published.texts)
+        if "features" in table.kind:
+            columns = [str(i) for i in range(values.shape[1])]
+        for row, row_values, row_expected in zip(rows, values.tolist(), table.values, strict=True):
+            for column, value, expected in zip(columns, row_values, row_expected, strict=True):
+                if not math.isnan(expected):
+                    name = f"{table.kind} {column}"
+                    checks.append(Check(row, name, value, expected, table.tolerance, published.source))
+    return checks
+
+
+class Check(NamedTuple):
+    """An expected value of a subject, a dataset or an input, and the measured one or None."""
+
+    subject: str
+    name: str
+    measured: float | None
+    expected: float
+    tolerance: float
+    source: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,14 +208,18 @@ def list_expected_scores(target: Target, model: str) -> list[Expected]:
 
 
 def _check_scores(target: Target, model: str, scores: Sequence[Score]) -> list[Check]:
+    """List expected and measured scores in percent."""
     measured = {}
     for score in scores:
         if score.dataset == target.dataset.name and not score.setting:
-            measured[score.task, score.metric] = score.value
-    return [
-        (target.dataset.name, expected, measured.get((expected.task, expected.metric)))
-        for expected in list_expected_scores(target, model)
-    ]
+            measured[score.task, score.metric] = 100 * score.value
+    checks = []
+    for expected in list_expected_scores(target, model):
+        value = measured.get((expected.task, expected.metric))
+        name = f"{expected.task} {expected.metric}"
+        limits = (100 * expected.value, 100 * expected.tolerance)
+        checks.append(Check(target.dataset.name, name, value, *limits, expected.source))
+    return checks
 
 
 def explain_no_checks(expected: ExpectedDatasets, model: str) -> str:
@@ -164,28 +229,27 @@ def explain_no_checks(expected: ExpectedDatasets, model: str) -> str:
     return f"nothing could be checked: none of the {datasets} with known scores for {model} {why}"
 
 
-def _print_checks(checks: Sequence[Check]) -> int:
+def _print_checks(checks: Sequence[Check], headings: Sequence[str], *, digits: int = 2) -> int:
     """Print a table and return the exit status: 1 if a check fails or was not measured."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("dataset", overflow="fold")
-    table.add_column("task and metric", overflow="fold")
-    for heading in ("measured %", "expected %", "±", ""):
+    for heading in headings[:2]:
+        table.add_column(heading, overflow="fold")
+    for heading in (*headings[2:], "±", ""):
         table.add_column(heading, justify="right", no_wrap=True)
     status = 0
-    for dataset, expected, measured in checks:
+    for check in checks:
         value = ""
         verdict = "not measured"
-        if measured is not None:
-            value = f"{100 * measured:.2f}"
-            holds = abs(measured - expected.value) <= expected.tolerance
+        if check.measured is not None:
+            value = f"{check.measured:.{digits}f}"
+            holds = abs(check.measured - check.expected) <= check.tolerance
             verdict = "holds" if holds else "FAILS"
         if verdict != "holds":
             status = 1
-        name = f"{expected.task} {expected.metric}"
-        limits = (f"{100 * expected.value:.2f}", f"{100 * expected.tolerance:.2f}")
-        table.add_row(dataset, name, value, *limits, verdict)
-    console = Console(highlight=False)
+        limits = (f"{check.expected:.{digits}f}", f"{check.tolerance:.{digits}f}")
+        table.add_row(check.subject, check.name, value, *limits, verdict)
+    console = Console(highlight=False, markup=False)
     console.print(table)
-    for source in dict.fromkeys(expected.source for _, expected, _ in checks):
-        console.print(f"expected by {source}", markup=False)
+    for source in dict.fromkeys(check.source for check in checks):
+        console.print(f"expected by {source}")
     return status

@@ -302,3 +302,40 @@ def test_ties_in_retrieval_are_wrong_unlike_in_clip_benchmark() -> None:
     place = match_ranks(same, same, torch.stack([own, own], dim=1))
     assert recall_at_k(place, 1).value == 0 and median_rank(place).value == 4
     assert math.isclose(mean_rank(place).value, 4)
+
+
+# distances of four images (rows) and eight texts, two per image, and recalls at 1, 5 and 10, of
+# google-research/big_vision at 0127fb6, evaluators/proj/image_text/image_text_retrieval_test.py
+NEAR = (
+    (0.0, 0.0, 0.1, 0.5, 0.1, 0.2, 0.5, 0.1),
+    (0.5, 0.4, 0.0, 0.0, 0.4, 0.2, 0.6, 0.4),
+    (0.5, 0.4, 0.1, 0.5, 0.0, 0.0, 0.8, 0.3),
+    (0.5, 0.4, 0.1, 0.5, 0.3, 0.2, 0.0, 0.0),
+)
+MIXED = (
+    (0.8, 0.8, 0.1, 0.5, 0.1, 0.2, 0.5, 0.1),
+    (0.5, 0.4, 0.0, 0.0, 0.4, 0.2, 0.6, 0.4),
+    (0.5, 0.4, 0.1, 0.5, 0.0, 0.8, 0.8, 0.3),
+    (0.5, 0.4, 0.1, 0.5, 0.4, 0.2, 0.3, 0.3),
+)
+NEAR_FIRST = ((0.8, 0.8, 0.1, 0.5, 0.1, 0.2, 0.1, 0.1), *MIXED[1:])
+
+
+@pytest.mark.parametrize(
+    ("distances", "to_text", "recalls"),
+    [
+        (NEAR, True, (1.0, 1.0, 1.0)),
+        (MIXED, True, (0.5, 0.75, 1.0)),
+        (NEAR, False, (1.0, 1.0, 1.0)),
+        (NEAR_FIRST, False, (0.375, 1.0, 1.0)),
+    ],
+)
+def test_retrieval_of_big_vision(
+    distances: tuple[tuple[float, ...], ...], to_text: bool, recalls: tuple[float, float, float]
+) -> None:
+    similarity = -torch.tensor(distances)
+    texts = torch.arange(8)
+    pairs = torch.stack([texts // 2, texts] if to_text else [texts, texts // 2], dim=1)
+    queries = similarity if to_text else similarity.T
+    rank = match_ranks(queries, torch.eye(queries.shape[1]), pairs)
+    assert tuple(recall_at_k(rank, k).value for k in (1, 5, 10)) == recalls
