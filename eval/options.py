@@ -130,6 +130,9 @@ class ReportOptions:
         "the page",
         default_text="RUN/report.html for one run, else scores.html next to the first results file",
     )
+    beside: str = setting(
+        "", "rank the models among the models of open_clip's published table", one_of("", "published")
+    )
     csv: Path | None = setting(None, "also write the results table as CSV; - prints it")
     latex: Path | None = setting(None, "also write the results table as LaTeX; - prints it")
     markdown: Path | None = setting(None, "also write the results table as Markdown; - prints it")

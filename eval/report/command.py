@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TextIO
 
 from clipkit.errors import ConfigError
 from clipkit.files import printable, write_page
@@ -12,8 +13,9 @@ from eval.datasets.card import Card, Published, card_names, load_card, load_suit
 from eval.datasets.dataset import TEST
 from eval.options import ReportOptions
 from eval.report.comparison_page import build_comparison
+from eval.report.placement import Ranking, rank_models
 from eval.report.run_page import build_report
-from eval.report.tables import Facts, as_csv, as_latex, as_markdown
+from eval.report.tables import Facts, as_csv, as_latex, as_markdown, read_scores
 from eval.results.records import json_lines, parse_integer, read_results
 from eval.results.table import read_table
 
@@ -29,7 +31,7 @@ def run_report(options: ReportOptions) -> int:
         if path is not None:
             tables[form] = path
     _check_outputs(options.source, {"out": options.out, **tables})
-    if len(options.source) == 1 and options.source[0].is_dir() and not tables:
+    if len(options.source) == 1 and options.source[0].is_dir() and not tables and not options.beside:
         print(f"wrote {build_report(options.source[0], options.out)}")
         unread: list[str] = []
         deque(json_lines(options.source[0] / "results.jsonl", unread, ""), maxlen=0)
@@ -52,6 +54,11 @@ def run_report(options: ReportOptions) -> int:
         for line in read_results(file):
             counts.setdefault(str(line["dataset"]), set()).add(parse_integer(line.get("n")))
     facts = _find_facts(counts)
+    if options.beside:
+        ranking = rank_models(read_scores(files), facts["published"])
+        if not ranking.placements:
+            raise ConfigError(f"--beside published: no score can be compared with the {ranking.lead}")
+        facts |= {"ranking": ranking, "published": {**facts["published"], **ranking.published}}
     log = sys.stderr if printed else sys.stdout  # a printed table may be piped into another program
     if options.out is not None or not tables:
         out = options.out or files[0].with_name("scores.html")  # report.html is the page of a run
@@ -64,8 +71,18 @@ def run_report(options: ReportOptions) -> int:
             print(text, end="" if text.endswith("\n") else "\n")
         else:
             print(f"wrote {write_page(path, text)}", file=log)
+    if options.beside:
+        _print_ranking(facts["ranking"], log)
     print_notes(read_table(files).notes)
     return 0
+
+
+def _print_ranking(ranking: Ranking, log: TextIO) -> None:
+    print(printable(ranking.lead), file=log)
+    for placement in ranking.placements:
+        print(printable(f"{placement.model}: {placement.place}"), file=log)
+        for row, rank, _ in placement.scores:
+            print(f"  {row.dataset:32}{row.metric:24}{100 * row.value:6.1f}  rank {rank}", file=log)
 
 
 def _find_facts(counts: Mapping[str, Collection[object]]) -> Facts:

@@ -102,6 +102,7 @@ def build_comparison(results: Sequence[Path], out: Path, **facts: Unpack[Facts])
         baseline=baseline,
         differences=differences,
         limits=[end for end in ends if end is not None],
+        ranking=facts.get("ranking"),
         cost=_chart_costs(as_trained, probe),
         few_shot=few_shot_chart(scores, zero_shot),
         layers=layers_chart(scores),

@@ -25,6 +25,7 @@ from eval.datasets.card import Published as PublishedScores
 from eval.datasets.dataset import TEST
 from eval.metrics import is_fraction, is_informative, lower_is_better, metric_title
 from eval.report.charts import format_number, format_value
+from eval.report.placement import Ranking
 from eval.results.table import Model, Record, ResultTable, group_by, group_by_data, read_table
 
 # tasks without training; the first is the usual main task
@@ -58,12 +59,14 @@ class Facts(TypedDict, total=False):
         published: by dataset, published numbers in [0, 1] by model or architecture, shown next to the dataset's
             first line; or several sets of them, each shown next to the line of its task, metric and prompts.
         paper: by dataset, the difference in figure 5 of the CLIP paper, see ``eval.datasets.card.Paper``.
+        ranking: where the models are among published ones.
     """
 
     suites: Mapping[str, Sequence[str]]
     primary: Mapping[str, str]
     published: Mapping[str, Mapping[str, float] | Sequence[PublishedScores]]
     paper: Mapping[str, float]
+    ranking: Ranking
 
 
 def format_setting(task: str, setting: str) -> str:
