@@ -131,7 +131,7 @@ class ReportOptions:
         default_text="RUN/report.html for one run, else scores.html next to the first results file",
     )
     beside: str = setting(
-        "", "rank the models among the models of open_clip's published table", one_of("", "published")
+        "", "published: rank the models in open_clip's table", one_of("", "published"), metavar="TABLE"
     )
     csv: Path | None = setting(None, "also write the results table as CSV; - prints it")
     latex: Path | None = setting(None, "also write the results table as LaTeX; - prints it")
