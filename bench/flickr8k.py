@@ -12,19 +12,32 @@ Each seed starts with an empty cache and runs ``configs/finetune_heads.toml`` on
 the dev images, by which the checkpoint is chosen, until the page of the run is written. The clock stops there; the
 chosen checkpoint is then scored on the 1,000 test images with 5,000 captions. Settings were chosen on the dev
 images.
+
+``--open-clip PAIRS`` trains the same towers, locked, and heads of the same kinds with ``open_clip_train.main`` for
+one epoch of that many pairs, with the same batch size, learning rate, crops and cores. Choose PAIRS such that it
+takes as long as clipkit.
 """
 
 import argparse
 import csv
 import json
 import os
+import random
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import open_clip
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.time_to_score import PACKAGES, PEER
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "flickr8k.json"
@@ -101,6 +114,129 @@ def measure_seed(seed: int, tables: Path, work: Path, settings: Sequence[str]) -
     }
 
 
+def measure_steps(tables: Path, work: Path, settings: Sequence[str]) -> Mapping[str, float]:
+    """Return the steps per second of training on stored features, and with the locked towers on images."""
+    steps = {"stored": 200, "locked": 12}
+    small = tables / "small.csv"
+    with (tables / "dev.csv").open(encoding="utf-8") as file:
+        small.write_text("".join(islice(file, 1 + 5 * 512)), encoding="utf-8")
+    speeds = {}
+    for name, kind in (("stored", ["lock.views=1"]), ("locked", ["lock.store=false", "lock.views=1"])):
+        run = work / name
+        run_command(
+            [
+                *("train.py", "configs/finetune_heads.toml", f"out={run}", f"data.train={small}"),
+                *(
+                    "eval.data=[]",
+                    "checkpoint.best=",
+                    "eval.patience=0",
+                    f"steps={steps[name]}",
+                    "optim.warmup=5",
+                ),
+                *("log.every_steps=1", *kind, *settings),
+            ],
+            work / "cache",
+        )
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        times = [line["batch_time"] for line in lines if "batch_time" in line]
+        speeds[name] = round(1 / statistics.median(times[2:]), 3)
+    return {**speeds, "ratio": round(speeds["stored"] / speeds["locked"], 1)}
+
+
+def measure_open_clip(
+    pairs: int, tables: Path, work: Path, image_weights: str, text: str
+) -> Mapping[str, Any]:
+    """Train with open_clip's trainer and score its last checkpoint on the test images."""
+    packages = work / "packages"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(packages)]
+    subprocess.run([*pip, *PACKAGES], check=True)
+    model = {
+        "embed_dim": 512,
+        "vision_cfg": {
+            "timm_model_name": "tf_efficientnet_lite0",
+            "timm_pool": "avg",
+            "timm_proj": "mlp",
+            "timm_drop": 0.3,
+            "image_size": 224,
+        },
+        "text_cfg": {
+            "context_length": 77,
+            "hf_model_name": text,
+            "hf_tokenizer_name": text,
+            "hf_proj_type": "linear",
+            "hf_pooler_type": "mean_pooler",
+        },
+    }
+    shape = work / "flickr8k.json"
+    shape.write_text(json.dumps(model))
+    open_clip.add_model_config(shape)
+    towers = open_clip.create_model("flickr8k")
+    trunk = towers.visual.trunk
+    missing, _ = trunk.load_state_dict(load_file(image_weights), strict=False)
+    assert not missing, missing
+    weights = work / "start.pt"
+    torch.save(towers.state_dict(), weights)
+
+    with (tables / "train.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))[1:]
+    random.Random(0).shuffle(rows)
+    with (work / "pairs.csv").open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file).writerows([("image", "caption"), *rows[:pairs]])
+    warmup = str(pairs // 128 // 20)
+    command = [
+        *(sys.executable, "-c", PEER, str(shape), "--model", "flickr8k", "--pretrained", str(weights)),
+        *(
+            "--lock-image",
+            "--lock-image-freeze-bn-stats",
+            "--lock-text",
+            "--train-data",
+            str(work / "pairs.csv"),
+            "--dataset-type",
+            "csv",
+        ),
+        *("--csv-img-key", "image", "--csv-caption-key", "caption", "--csv-separator", ","),
+        *("--batch-size", "128", "--lr", "1e-3", "--wd", "0.1", "--warmup", warmup, "--epochs", "1"),
+        *("--aug-cfg", "scale=(0.6,1.0)", "--image-mean", *["0.498"] * 3, "--image-std", *["0.502"] * 3),
+        *(
+            "--workers",
+            "1",
+            "--precision",
+            "fp32",
+            "--device",
+            "cpu",
+            "--logs",
+            str(work),
+            "--name",
+            "open_clip",
+        ),
+    ]
+    began = time.monotonic()
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": str(packages)}, check=True)
+    seconds = time.monotonic() - began
+    folder = work / "open_clip_model"
+    folder.mkdir()
+    preprocess = {
+        "mean": [0.498] * 3,
+        "std": [0.502] * 3,
+        "interpolation": "bicubic",
+        "resize_mode": "shortest",
+    }
+    configuration = {"model_cfg": model, "preprocess_cfg": {"size": [224, 224], **preprocess}}
+    (folder / "open_clip_config.json").write_text(json.dumps(configuration))
+    checkpoint = torch.load(work / "open_clip" / "checkpoints" / "epoch_1.pt", weights_only=True)
+    save_file(checkpoint["state_dict"], folder / "open_clip_model.safetensors")
+    scores = {}
+    for split in ("dev", "test"):
+        results = work / f"open_clip-{split}.jsonl"
+        data = str(tables / f"{split}.csv")
+        run_command(
+            ["-m", "eval", "retrieval", "--model", str(folder), "--data", data, "--out", str(results)],
+            work / "cache",
+        )
+        scores[split] = read_scores(results)
+    return {"pairs": pairs, "seconds": round(seconds, 1), **scores}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("folder", type=Path)
@@ -108,6 +244,10 @@ def main() -> None:
     parser.add_argument("--text", required=True)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--name", default="stored features", help="of the result")
+    parser.add_argument(
+        "--open-clip", type=int, metavar="PAIRS", help="train with open_clip's trainer instead"
+    )
+    parser.add_argument("--steps", action="store_true", help="measure steps per second instead")
     parser.add_argument("settings", nargs="*", help="further settings of the training, such as lock.views=2")
     arguments = parser.parse_intermixed_args()
     settings = [
@@ -117,10 +257,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
         write_tables(arguments.folder.resolve(), work)
+        results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+        if arguments.steps:
+            results["steps_per_second"] = measure_steps(work, work, settings)
+            print(results["steps_per_second"])
+            RESULT.write_text(json.dumps(results, indent=2) + "\n")
+            return
+        if arguments.open_clip:
+            measured = measure_open_clip(
+                arguments.open_clip, work, work, arguments.image_weights, arguments.text
+            )
+            results["open_clip"] = measured
+            print(measured)
+            RESULT.write_text(json.dumps(results, indent=2) + "\n")
+            return
         for seed in arguments.seeds:
             measured = measure_seed(seed, work, work, settings)
             print(measured, flush=True)
-            results = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
             entry = results.setdefault(arguments.name, {"settings": arguments.settings, "seeds": []})
             entry["seeds"] = [*(result for result in entry["seeds"] if result["seed"] != seed), measured]
             RESULT.write_text(json.dumps(results, indent=2) + "\n")
