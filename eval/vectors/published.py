@@ -14,21 +14,13 @@ from clipkit.errors import DataError, nearest
 
 VECTORS = Path(__file__).parent
 Color = tuple[int, int, int]
+# method of Pillow's ImageDraw, box, colors of the area and of the outline, and its width
+Shape = tuple[Literal["ellipse", "rectangle"], tuple[int, int, int, int], Color, Color, int]
 Kind = Literal["cosines", "logits", "probabilities", "sigmoids", "image features", "text features"]
 
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A table in a file; unknown keys are errors."""
-
-
-class Shape(_Table, frozen=True, kw_only=True):
-    """A shape of Pillow's ``ImageDraw``."""
-
-    kind: Literal["ellipse", "rectangle"]
-    box: tuple[int, int, int, int]
-    fill: Color
-    outline: Color | None = None
-    width: int = 1
 
 
 class PublishedImage(_Table, frozen=True, kw_only=True):
@@ -49,9 +41,8 @@ class PublishedImage(_Table, frozen=True, kw_only=True):
         columns = np.arange(width)[:, None]
         colors = (first * (width - 1 - columns) + last * columns) // max(1, width - 1)  # (W, 3)
         image = Image.fromarray(np.tile(colors.astype(np.uint8), (height, 1, 1)))
-        for shape in self.shapes:
-            draw_shape = getattr(ImageDraw.Draw(image), shape.kind)
-            draw_shape(shape.box, fill=shape.fill, outline=shape.outline, width=shape.width)
+        for kind, box, fill, outline, line_width in self.shapes:
+            getattr(ImageDraw.Draw(image), kind)(box, fill, outline, line_width)
         return image
 
     def open(self, folder: Path) -> Image.Image:
