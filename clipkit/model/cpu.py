@@ -168,8 +168,8 @@ def open_core_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
 def keep_memory() -> None:
     """Let this process keep freed memory for its next activations; for commands, before they start threads.
 
-    All threads allocate from the heap, because glibc returns the memory of their own arenas to the system. No effect
-    without glibc.
+    All threads allocate from the heap, because glibc returns the memory of their own arenas to the system. Without
+    glibc, it has no effect.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
