@@ -222,7 +222,7 @@ def saturating_fit(compute: Sequence[float], errors: Sequence[float]) -> tuple[l
     Returns:
         (a, b, c, d), and the root mean square of the residuals.
     """
-    from scipy.optimize import least_squares  # type: ignore[import-untyped]
+    from scipy.optimize import least_squares
 
     x, y = np.asarray(compute), np.asarray(errors)
 
