@@ -329,6 +329,10 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return _CPU
+        if func is _aten.all.default:
+            return torch.tensor(True)  # encoders of transformers ask whether all tokens are visible, and all are
+        if func is _aten._local_scalar_dense.default and not isinstance(args[0], _Shadow):
+            return func(*args)
         meta_args = _to_meta(args)
         meta_kwargs = {name: _to_meta(value) for name, value in (kwargs or {}).items()}
         if func is _aten.lift_fresh.default:

@@ -99,33 +99,6 @@ def test_flops_equal_torch_for_any_shape(
     assert (image_flops(meta(shape)), text_flops(meta(shape), length)) == of_towers(shape, length)
 
 
-# parameters in millions and forward GFLOPs of both towers in open_clip's docs/model_profile.csv
-PROFILES = {
-    "ViT-B-32": (151.28, 8.82, 5.96),
-    "ViT-B-16": (149.62, 35.13, 5.96),
-    "ViT-L-14": (427.62, 162.03, 13.3),
-    "ViT-L-14-336": (427.94, 381.92, 13.3),
-    "ViT-H-14": (986.11, 334.59, 47.09),
-    "open_clip:RN50": (102.01, 12.22, 5.96),
-    "open_clip:RN101": (119.69, 19.54, 5.96),
-    "open_clip:convnext_base": (151.52, 30.71, 5.96),
-}
-
-
-@pytest.mark.parametrize("name", PROFILES)
-def test_parameters_and_flops_of_published_profiles(name: str) -> None:
-    millions, image, text = PROFILES[name]
-    model = meta(create_architecture(name))
-    counted_millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    assert counted_millions == pytest.approx(millions, abs=0.006)
-    gflops = {"image": image_flops(model).forward / 1e9, "text": text_flops(model, 77).forward / 1e9}
-    # the last block of clipkit's own transformers computes only the token that is read
-    for tower, published in (("image", image), ("text", text)):
-        blocks = model.transformers[tower].blocks if tower in model.transformers else []
-        least = 1 - 1 / len(blocks) if blocks else 0.99
-        assert least * published < gflops[tower] < 1.005 * published
-
-
 def test_kept_patches_cost_as_much_as_a_smaller_image() -> None:
     shape = ARCHITECTURES["ViT-B-32"]
     smaller = shape.replace_size(image_size=160)  # 25 patches
