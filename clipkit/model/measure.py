@@ -329,8 +329,9 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default:
             return _CPU
+        # encoders of transformers ask whether all tokens are visible, and all are
         if func is _aten.all.default:
-            return torch.tensor(True)  # encoders of transformers ask whether all tokens are visible, and all are
+            return torch.tensor(True)
         if func is _aten._local_scalar_dense.default and not isinstance(args[0], _Shadow):
             return func(*args)
         meta_args = _to_meta(args)

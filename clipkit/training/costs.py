@@ -28,7 +28,7 @@ from clipkit.batch import Batch
 from clipkit.config import Config, LossConfig, OptimConfig, redact_settings
 from clipkit.distributed import barrier, ranks_of_host, world_size
 from clipkit.errors import ClipkitError, ConfigError, nearest
-from clipkit.expected import expected_score
+from clipkit.expected import describe_nearest_curve, expected_score
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import add_adapters
@@ -815,7 +815,8 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     works = workloads_of(config, world=world, shard_ranks=shard_ranks, bf16=bf16, teacher=teacher)
     costs = run_costs(works, machine, mfu=target.mfu)
     title = "# settings that differ from the defaults, see --settings"
-    return [title, redact_settings(config), *cost_table(costs, expected=expected_score(config))]
+    rows = cost_table(costs, expected=expected_score(config), nearest_curve=describe_nearest_curve(config))
+    return [title, redact_settings(config), *rows]
 
 
 # columns of the table, and of a row's name
@@ -823,13 +824,14 @@ _WIDTH = 80
 _NAME = 16
 
 
-def cost_table(costs: Costs, *, expected: str = "") -> list[str]:
-    """Return parameters, FLOPs, memory, whether it fits, time and the score to expect, in at most 80 columns."""
+def cost_table(costs: Costs, *, expected: str = "", nearest_curve: str = "") -> list[str]:
+    """Return parameters, FLOPs, memory, whether it fits, time and scores of public runs, in at most 80 columns."""
     rows = [
         *_model_rows(costs.estimate),
         *_memory_rows(costs),
         *_time_rows(costs),
         *_wrapped("expected", expected),
+        *_wrapped("you are here", nearest_curve),
     ]
     rows.append(("data", "not checked: use python -m data inspect SOURCE"))
     return [f"{name:<{_NAME}}{text}" for name, text in rows]

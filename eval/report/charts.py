@@ -185,6 +185,7 @@ class ChartLine:
         dots: mark each point (for curves of few points).
         mark: a point in the same color, not joined to the line.
         dashed: for lines beyond the palette's colors.
+        thin: for lines of other runs, which are always named.
         summary: shown in the caption instead of the last value.
     """
 
@@ -196,6 +197,7 @@ class ChartLine:
     dots: bool = False
     mark: Point | None = None
     dashed: bool = False
+    thin: bool = False
     summary: str | None = None
 
     @property
@@ -254,11 +256,14 @@ def draw_chart(
     wide: bool = False,
     x_name: str = "step",
     x_ticks: Sequence[tuple[float, str]] = (),
+    x_labels: Mapping[float, str] | None = None,
+    x_mark: tuple[float, str] | None = None,
 ) -> Markup:
     """Render a titled line chart as a ``figure``; empty if there is nothing to draw.
 
     The y axis includes ``floor`` and ``ceiling``. The x axis counts ``x_name``s, unless ``x_ticks`` lists all its
-    positions and labels.
+    positions and labels; ``x_labels`` are those of other values of x in the read-out. ``x_mark`` is a position that
+    a vertical line marks, and its label.
     """
     lines = [line for line in lines if line.points]
     if all(line.reference for line in lines):
@@ -271,6 +276,8 @@ def draw_chart(
         ys += [y for _, y in points]
         for _, low, high in line.band:
             ys += [low, high]
+    if x_mark is not None:
+        xs.append(x_mark[0])
     low, high = min(ys), max(ys)
     # room on both sides of a constant line
     if high - low <= max(1e-9 * max(abs(low), abs(high)), 1e-15):
@@ -285,7 +292,7 @@ def draw_chart(
     # if a number needs it, all are in scientific notation
     is_plain = all(tick == 0 or abs(tick) >= 0.001 for tick in y_ticks)
     y_texts = [format_number(y) if is_plain or y == 0 else _format_scientific(y) for y in y_ticks]
-    labels = dict(x_ticks)
+    labels = {**(x_labels or {}), **dict(x_ticks)}
     if not x_ticks:
         steps = [x for x in _choose_ticks(scale.x0, scale.x1) if x == int(x)] if scale.x1 > scale.x0 else []
         x_ticks = [(x, format_number(x)) for x in steps or [scale.x0]]
@@ -331,6 +338,7 @@ def draw_chart(
         y_ticks=[(scale.top(y), text + unit) for y, text in zip(y_ticks, y_texts, strict=True)],
         x_ticks=positions,
         references=references,
+        mark=None if x_mark is None else (scale.left(x_mark[0]), x_mark[1]),
         words=f"{title}: {'; '.join(words)}",
         data=json.dumps(read_out, ensure_ascii=False, separators=(",", ":")),
     )
@@ -348,6 +356,18 @@ def _choose_ticks(low: float, high: float) -> list[float]:
     ticks = (float(f"{i * step:.10g}") for i in range(first, last + 1))
     room = 1e-9 * (high - low)
     return [tick for tick in ticks if low - room <= tick <= high + room]
+
+
+def choose_log_ticks(low: float, high: float) -> list[float]:
+    """List powers of ten from 10**low to 10**high, and numbers between them if these are few."""
+    exponents = range(math.floor(low), math.ceil(high) + 1)
+    ticks: list[float] = []
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        every = [factor * 10.0**exponent for exponent in exponents for factor in factors]
+        ticks = [tick for tick in every if 10**low <= tick <= 10**high]
+        if len(ticks) >= 3:
+            break
+    return ticks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -395,14 +415,7 @@ def draw_scatter(
     order = sorted(dots, key=lambda dot: (dot.x, -dot.y))
     positions = [(scale.left(math.log10(dot.x)), scale.top(dot.y)) for dot in order]
     frontier = [dot for i, dot in enumerate(order) if all(dot.y > other.y for other in order[:i])]
-    # powers of ten, and numbers between them if these are few
-    exponents = range(math.floor(scale.x0), math.ceil(scale.x1) + 1)
-    ticks: list[float] = []
-    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-        every = [factor * 10.0**exponent for exponent in exponents for factor in factors]
-        ticks = [tick for tick in every if 10**scale.x0 <= tick <= 10**scale.x1]
-        if len(ticks) >= 3:
-            break
+    ticks = choose_log_ticks(scale.x0, scale.x1)
     # each dot's number is on the first side without a dot or another number
     width, height = _NUMBER
     occupied = list(positions)

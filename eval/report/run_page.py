@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from clipkit.config import load_config
+from clipkit.config import Config, load_config
 from clipkit.errors import ConfigError, DataError
-from clipkit.expected import expected_score
+from clipkit.expected import CURVES, describe_nearest_curve, expected_score, find_curves, format_samples
 from clipkit.files import redact_secrets, write_page
 from clipkit.formats import best_checkpoint, parse_step
 from clipkit.samples.remote import cache_folder
@@ -25,10 +25,12 @@ from eval.datasets.dataset import TEST
 from eval.metrics import metric_title
 from eval.report.charts import (
     TEMPLATES,
+    TONES,
     ChartLine,
     Headline,
     Point,
     Thumbnails,
+    choose_log_ticks,
     downsample_points,
     format_field,
     format_number,
@@ -317,6 +319,7 @@ _BESIDE = {  # metrics drawn together
     "image_to_text_R@1": ("text_to_image_R@1",),
 }
 _SCORE_FIELDS = ("step", "dataset", "task", "metric", "value", "n", "low", "high", "chance", "dim")
+_IMAGENET = ("imagenet1k", "zero-shot", "acc1")  # dataset, task and metric of public learning curves
 _CAP = 100.0  # the published bound of exp(t)
 _HEADLINES = 4
 _CHARTS = 16  # of scores; the table has all of them
@@ -333,6 +336,7 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         out: the file to write, atomically; by default ``report.html`` in the run folder.
     """
     folder = read_run_folder(run)
+    config = _load_run_config(run)
     last = [snapshots[-1] for snapshots in folder.snapshots.values()]
     queries = [query for snapshot in last for query in snapshot.queries]
     page = TEMPLATES.get_template("run.html").render(
@@ -357,16 +361,48 @@ def build_report(run: Path, out: Path | None = None) -> Path:
         provenance=_list_provenance(_select_headlined(folder.results)),
         config=redact_secrets(folder.config_text).strip(),
         search=_search_commands(run, folder.scored_on),
-        expected=_read_expected_score(run),
+        expected=expected_score(config) if config else "",
+        nearest_curve=describe_nearest_curve(config) if config else "",
+        public_curves=_draw_public_curves(config, folder.results) if config else {},
     )
     return write_page(run / "report.html" if out is None else out, page)
 
 
-def _read_expected_score(run: Path) -> str:
+def _load_run_config(run: Path) -> Config | None:
     try:
-        return expected_score(load_config(run / "config.toml"))
+        return load_config(run / "config.toml")
     except ConfigError:  # missing, or of another version
-        return ""
+        return None
+
+
+def _draw_public_curves(config: Config, results: Sequence[Result]) -> dict[str, Any]:
+    """Return the arguments of the chart of public runs of this architecture and this run; {} if there are none."""
+    lines = []
+    for i, curve in enumerate(find_curves(config)):
+        points = [(math.log10(seen), score) for seen, score in zip(curve.samples, curve.scores, strict=True)]
+        tone, dashed = i % (TONES - 1) + 2, i >= TONES - 1
+        lines.append(ChartLine(name=curve.name, points=points, tone=tone, dashed=dashed, thin=True))
+    if not lines:
+        return {}
+    scores = {
+        result.step: 100 * result.value
+        for result in results
+        if (result.dataset, result.task, result.metric, result.setting) == (*_IMAGENET, "") and result.step
+    }
+    points = [(math.log10(step * config.batch_size), score) for step, score in scores.items()]
+    lines.append(ChartLine(name="this run", points=points, dots=True))
+    xs = [x for line in lines for x, _ in line.points]
+    seen = config.steps * config.batch_size
+    ticks = choose_log_ticks(min(*xs, math.log10(seen)), max(*xs, math.log10(seen)))
+    x_ticks = [(math.log10(tick), format_samples(tick)) for tick in ticks]
+    x_ticks[-1] = x_ticks[-1][0], f"{x_ticks[-1][1]} samples"
+    return {
+        "lines": lines,
+        "x_ticks": x_ticks,
+        "x_labels": {x: format_samples(10**x) for x in xs},
+        "x_mark": (math.log10(seen), f"this run: {format_samples(seen)}"),
+        "note": f"public runs ({CURVES}), the nearest first, whose learning rates fall until their own ends",
+    }
 
 
 def _search_commands(run: Path, datasets: Sequence[str]) -> str:

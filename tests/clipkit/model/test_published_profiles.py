@@ -25,7 +25,12 @@ with Path(__file__).with_name("published_profiles.csv").open(encoding="utf-8") a
     PROFILES = list(csv.DictReader(islice(file, 1, None)))  # the first line states the source
 
 # what the config.json of these encoders on the Hugging Face hub states, besides defaults of the library
-_ROBERTA = {"model_type": "roberta", "vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1}
+_ROBERTA = {
+    "model_type": "roberta",
+    "vocab_size": 50265,
+    "max_position_embeddings": 514,
+    "type_vocab_size": 1,
+}
 _XLM_ROBERTA = {**_ROBERTA, "model_type": "xlm-roberta", "vocab_size": 250002}
 _NLLB = {"model_type": "m2m_100", "vocab_size": 256206, "max_position_embeddings": 1024, "pad_token_id": 1}
 ENCODERS: dict[str, dict[str, Any]] = {
@@ -84,6 +89,7 @@ def count_decoder_flops(model: CLIP) -> int:
     shape = model.architecture
     assert shape.decoder is not None
     image_tokens = shape.vision.token_shape(shape.embed_dim)
+    assert image_tokens is not None
     with measuring() as meter:
         decoder = copy_without_values(model).text_decoder
         assert decoder is not None

@@ -21,7 +21,7 @@ from eval.report.run_page import Result, read_run_folder, select_headlines, sele
 from eval.scorer import Scorer
 from tests.eval.web_page import Page
 
-CONFIG = 'steps = 300\n[eval]\ndata = ["digits"]\nevery_steps = 100\n'
+CONFIG = 'steps = 300\n[model]\nname = "ViT-Ti-4-32"\n[eval]\ndata = ["digits"]\nevery_steps = 100\n'
 
 
 def line(step: int, value: float, metric: str = "acc1", **facts: Any) -> dict[str, Any]:
