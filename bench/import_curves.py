@@ -12,13 +12,13 @@ import argparse
 import csv
 import io
 import json
-import subprocess
 from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from bench.import_published import read_git
 from bench.options import ROOT
 from clipkit.model.clip import CLIP
 from clipkit.model.measure import image_flops, text_flops
@@ -29,12 +29,6 @@ RESULT = ROOT / "clipkit" / "public_curves.json"
 SCORES = "imagenet_zeroshot_learning_curves.csv"
 RUNS = "trained_models_info.csv"
 POINTS = 40
-
-
-def read_git(clone: Path, *arguments: str) -> str:
-    """Return the output of a git command in a clone, bare or not."""
-    command = ["git", "-C", str(clone), *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
 def read_table(clone: Path, name: str) -> list[dict[str, str]]:
