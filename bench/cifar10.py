@@ -169,13 +169,12 @@ def main() -> None:
         row: dict[str, Any] = {"seed": seed, **times, "clipkit": scores}
         if not options.validate:
             row["recomputed"] = recompute_scores(model, images, open_dataset(shards).prompts(), scores)
-        rows.append(row)
         print(json.dumps(row, indent=2), flush=True)
-    if not options.validate:
-        versions = {"torch": torch.__version__, "scikit-learn": sklearn.__version__}
-        RESULTS.write_text(
-            json.dumps({"versions": versions, "settings": options.settings, "seeds": rows}, indent=2) + "\n"
-        )
+        if not options.validate:
+            rows.append(row)
+            versions = {"torch": torch.__version__, "scikit-learn": sklearn.__version__}
+            results = {"versions": versions, "settings": options.settings, "seeds": rows}
+            RESULTS.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":
