@@ -238,14 +238,23 @@ def measure_open_clip(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--image-weights", required=True)
-    parser.add_argument("--text", required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.flickr8k",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "folder", type=Path, help="images/, captions.txt and the lists of the split, see above"
+    )
+    parser.add_argument("--image-weights", required=True, help="file of timm's tf_efficientnet_lite0")
+    parser.add_argument("--text", required=True, help="folder of an encoder of sentence-transformers")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--name", default="stored features", help="of the result")
     parser.add_argument(
-        "--open-clip", type=int, metavar="PAIRS", help="train with open_clip's trainer instead"
+        "--open-clip",
+        type=int,
+        metavar="PAIRS",
+        help="train on as many pairs with open_clip's trainer instead",
     )
     parser.add_argument("--steps", action="store_true", help="measure steps per second instead")
     parser.add_argument("settings", nargs="*", help="further settings of the training, such as lock.views=2")

@@ -63,8 +63,6 @@ _OTHER = ("objectives", "distill", "lock", "lora", "small")
 
 def public_runs(config: Config) -> PublicRuns | None:
     """Return the public runs of a recipe's model and loss; None if there are none, or the recipe differs."""
-    if (config.optim.name, config.optim.schedule) != ("adamw", "cosine"):
-        return None
     if not _trains_plain_model(config):
         return None
     model = config.model, config.shape, config.loss
@@ -72,6 +70,8 @@ def public_runs(config: Config) -> PublicRuns | None:
 
 
 def _trains_plain_model(config: Config) -> bool:
+    if (config.optim.name, config.optim.schedule) != ("adamw", "cosine"):
+        return False
     default = Config()
     return all(getattr(config, name) == getattr(default, name) for name in _OTHER)
 

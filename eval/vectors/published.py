@@ -92,7 +92,7 @@ def read_published(source: str) -> PublishedValues:
         published = msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), PublishedValues)
     except OSError as error:
         hint = nearest(source, names)
-        raise DataError(f"--vectors {source}: {error.strerror}; give a file or a name: {hint}") from error
+        raise DataError(f"--vectors {source}: {error.strerror}; give a file, or a name; {hint}") from error
     except ValueError as error:  # no text, no TOML, or other tables
         raise DataError(f"{path}: {error}") from error
     for expected in published.expected:

@@ -318,7 +318,7 @@ def test_invalid_files_are_refused(old: str, new: str, message: str, tmp_path: P
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="give a file or a name: did you mean 'openai-vit-b-32'"):
+    with pytest.raises(DataError, match="give a file, or a name; did you mean 'openai-vit-b-32'"):
         main(["verify", "--model", "m", "--vectors", "openai-vit-b32"])
     with pytest.raises(ConfigError, match="have no effect with --vectors"):
         main(["verify", "--model", "m", "--vectors", "openai-vit-b-32", "--as", "somebody"])
