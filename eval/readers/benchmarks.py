@@ -216,9 +216,9 @@ JUDGMENTS = {
 }
 
 
-def list_judgments(place: str) -> list[str]:
-    """Return the files of judgments in a folder, or the place itself if there are none."""
-    return [str(file) for file in map(Path(place).joinpath, JUDGMENTS) if file.is_file()] or [place]
+def list_judgments(source: str) -> list[str]:
+    """Return the files of judgments in a folder, or a source that has none, unchanged."""
+    return [str(file) for file in map(Path(source).joinpath, JUDGMENTS) if file.is_file()] or [source]
 
 
 def open_judgments(file: Path) -> EvalDataset:
@@ -237,24 +237,24 @@ def open_judgments(file: Path) -> EvalDataset:
             raise DataError(f"dataset {name}: {path} row {row.number:,}: {row.cause}")
         captions.setdefault(str(row.path), []).append(" ".join(str(row.caption).split()))
     judged: dict[str, dict[str, tuple[float, ...]]] = {}  # by image, the ratings of each caption
-    for number, line in enumerate(read_lines(file), start=1):
+    for line_number, line in enumerate(read_lines(file), start=1):
         match = JUDGMENTS[file.name].fullmatch(line)
         if match is None:
-            raise DataError(f"dataset {name}: {file} line {number:,} is not as published: {line[:80]!r}")
+            raise DataError(f"dataset {name}: {file} line {line_number:,} is not as published: {line[:80]!r}")
         image, other, i, *ratings = match.groups()
         if image not in captions or int(i) >= len(captions.get(other, ())):
             missing = f"caption {other}#{i}" if image in captions else f"captions of {image}"
-            raise DataError(f"dataset {name}: {file} line {number:,}: {path} has no {missing}")
+            raise DataError(f"dataset {name}: {file} line {line_number:,}: {path} has no {missing}")
         caption = captions[other][int(i)]
         if len(ratings) == 1 or caption not in captions[image]:
-            of_image = judged.setdefault(image, {})
-            of_image[caption] = (*of_image.get(caption, ()), *map(float, ratings))
+            image_ratings = judged.setdefault(image, {})
+            image_ratings[caption] = (*image_ratings.get(caption, ()), *map(float, ratings))
     dataset = EvalDataset(
         name=name,
         images=file_images(file.parent, list(map(table.find_image, judged))),
         tasks=("judgments",),
         captions=tuple(map(tuple, judged.values())),
-        ratings=tuple(tuple(of_image.values()) for of_image in judged.values()),
+        ratings=tuple(tuple(image_ratings.values()) for image_ratings in judged.values()),
     )
     revision = hash_values(dataset.images.fingerprint(), dataset.captions, dataset.ratings)
     return check_dataset(replace(dataset, revision=revision))

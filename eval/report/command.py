@@ -95,8 +95,8 @@ def _find_facts(counts: Mapping[str, Collection[object]]) -> Facts:
     for name, dataset_counts in counts.items():
         if name in card_names():
             card = load_card(name)
-            stated = {card.splits.get(TEST), card.items.get(TEST)} - {None}
-            if not stated or stated & set(dataset_counts):
+            card_counts = {card.splits.get(TEST), card.items.get(TEST)} - {None}
+            if not card_counts or card_counts & set(dataset_counts):
                 cards.append(card)
     datasets = {card.name for card in cards}
     suites = {name: load_suite(name).cards for name in suite_names()}

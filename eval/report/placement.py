@@ -60,7 +60,7 @@ def rank_models(results: ResultTable, datasets: Collection[str]) -> Ranking:
     others: dict[str, None] = {}
     for row in results.rows:
         i = columns.get((row.dataset, row.task, row.metric))
-        if i is None or (row.split, row.setting) != (TEST, ""):
+        if i is None or row.split != TEST or row.setting:
             continue
         if row.dataset not in datasets:
             others[f"{row.dataset} with another number of images"] = None

@@ -376,7 +376,7 @@ def _load_run_config(run: Path) -> Config | None:
 
 
 def _draw_public_curves(config: Config, results: Sequence[Result]) -> dict[str, Any]:
-    """Return the arguments of the chart of public runs of this architecture and this run; {} if there are none."""
+    """Return the arguments of the chart of this run among public runs of its architecture; {} without such runs."""
     lines = []
     for i, curve in enumerate(find_curves(config)):
         points = [(math.log10(seen), score) for seen, score in zip(curve.samples, curve.scores, strict=True)]

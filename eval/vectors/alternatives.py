@@ -88,7 +88,8 @@ def measure_values(
         model.preprocess, model.tokenizer = preprocess, tokenizer
         model.reset_constants()
     cosines = image_features @ text_features.T  # (N, T)
-    bias = changes.get("logit_bias", 0.0 if model.logit_bias is None else model.logit_bias.item())
+    model_bias = 0.0 if model.logit_bias is None else model.logit_bias.item()
+    bias = changes.get("logit_bias", model_bias)
     measured = []
     for expected in published.expected:
         scale = expected.scale or model.logit_scale.exp().item()
@@ -126,9 +127,9 @@ def explain_failure(model: CLIP, published: PublishedValues, images: Sequence[Im
 
 def _agree(measured: Sequence[Tensor], published: PublishedValues) -> bool:
     for values, expected in zip(measured, published.expected, strict=True):
-        wanted = torch.tensor(expected.values)
-        agrees = (values - wanted).abs() <= expected.tolerance
-        if not (agrees | wanted.isnan()).all():
+        published_values = torch.tensor(expected.values)
+        agrees = (values - published_values).abs() <= expected.tolerance
+        if not (agrees | published_values.isnan()).all():
             return False
     return True
 
