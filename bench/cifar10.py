@@ -9,7 +9,8 @@ images zero-shot, by a linear probe and by nearest neighbors. Settings are chose
 the first 4,500 images of each class and scores the other 500; no test image is read.
 
 The recomputation reads the JPEGs themselves with Pillow, and shares only the model with the evaluation: argmax of
-cosines for zero-shot, LogisticRegression with the C that the sweep chose, and KNeighborsClassifier.
+cosines for zero-shot, LogisticRegression with the C that the sweep chose, and KNeighborsClassifier. Rows of seeds
+that an earlier call measured are kept.
 """
 
 import argparse
@@ -160,7 +161,7 @@ def main() -> None:
         images = work / "images"
     shards = work / "cifar10"
     pack_images(images, shards)
-    rows = []
+    rows: list[dict[str, Any]] = json.loads(RESULTS.read_text())["seeds"] if RESULTS.is_file() else []
     for seed in options.seeds:
         run = work / f"seed-{seed}"
         times = train_model(shards, run, seed, options.settings)
@@ -171,7 +172,9 @@ def main() -> None:
             row["recomputed"] = recompute_scores(model, images, open_dataset(shards).prompts(), scores)
         print(json.dumps(row, indent=2), flush=True)
         if not options.validate:
-            rows.append(row)
+            rows = sorted(
+                [row, *(other for other in rows if other["seed"] != seed)], key=lambda row: row["seed"]
+            )
             versions = {"torch": torch.__version__, "scikit-learn": sklearn.__version__}
             results = {"versions": versions, "settings": options.settings, "seeds": rows}
             RESULTS.write_text(json.dumps(results, indent=2) + "\n")

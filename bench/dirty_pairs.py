@@ -8,7 +8,8 @@ the lowest ``score.learnability``, as many as were exchanged, are compared with 
 which ``python -m data score`` computes with the same model after its training. Figures: the fraction of these pairs
 that were exchanged (precision; chance: 5%), and the area under the ROC curve.
 
-Each image has its first caption only. Flickr8k is for research only, so its images stay outside of the repository.
+Each caption of an image makes a pair of its own. Flickr8k is for research only, so its images stay outside of the
+repository.
 """
 
 import argparse
@@ -51,9 +52,10 @@ def write_pairs(source: str, out: Path, seed: int) -> Flags:
         shard = Shard(file)
         for row in range(len(shard.index)):
             image = next(name for name in shard.index.members(row) if name in ("jpg", "png", "webp"))
-            data, text = shard.read(row, (image, "txt"))
+            data, text, fields = shard.read(row, (image, "txt", "json"))
             assert data is not None and text is not None
-            samples.append((data, image, text.decode()))
+            captions = json.loads(fields or "{}").get("captions", [text.decode()])
+            samples += [(data, image, caption) for caption in captions]
     random = np.random.default_rng(seed)
     chosen = random.choice(len(samples), round(FRACTION * len(samples)), replace=False)
     captions = [caption for _, _, caption in samples]

@@ -104,6 +104,13 @@ def test_training_checkpoints_load_by_file_and_by_folder(prefix: str, tmp_path: 
     assert second.logit_scale.item() == pytest.approx(0.2)
 
 
+def test_checkpoints_with_frozen_batch_norms_load(tmp_path: Path) -> None:
+    theirs = their_model("ResNet")
+    theirs.lock_image_tower(freeze_bn_stats=True)
+    assert not any("num_batches_tracked" in name for name in theirs.state_dict())
+    same(clipkit.load(train(tmp_path, theirs, "--model", "RN-tiny")), theirs)
+
+
 def test_epoch_latest_is_used_if_it_is_newest(tmp_path: Path) -> None:
     run = train(tmp_path, their_model("ViT"), "--model", "ViT-tiny", epochs=(1, 3))
     folder = run / "checkpoints"
