@@ -15,7 +15,8 @@ images.
 
 ``--open-clip PAIRS`` trains the same towers, locked, and heads of the same kinds with ``open_clip_train.main`` for
 one epoch of that many pairs, with the same batch size, learning rate, crops, cores, and memory that is kept as
-clipkit keeps it. Choose PAIRS such that it takes as long as clipkit.
+clipkit keeps it. Choose PAIRS such that it takes as long as clipkit. Its option ``--lock-image-freeze-bn-stats`` is
+not used: it replaces timm's batch norms without their activations.
 """
 
 import argparse
@@ -193,7 +194,6 @@ def measure_open_clip(
         *(sys.executable, "-c", PEER, str(shape), "--model", "flickr8k", "--pretrained", str(weights)),
         *(
             "--lock-image",
-            "--lock-image-freeze-bn-stats",
             "--lock-text",
             "--train-data",
             str(work / "pairs.csv"),

@@ -229,7 +229,11 @@ def summarize(rows: list[Differences]) -> dict[str, Any]:
 
 
 def write_record(rows: list[Differences]) -> None:
-    """Write all figures so far: the largest architectures take long, and come last."""
+    """Write all figures so far, and keep those of architectures that earlier calls compared."""
+    measured = {row.name for row in rows}
+    if RESULTS.is_file():
+        earlier = [Differences(**output) for output in json.loads(RESULTS.read_text())["outputs"]]
+        rows = [*(row for row in earlier if row.name not in measured), *rows]
     versions = {"torch": torch.__version__, "timm": version("timm"), "open_clip": "2.7.0 with timm 0.6.11"}
     record = {"versions": versions, "summary": summarize(rows), "outputs": [asdict(row) for row in rows]}
     RESULTS.write_text(json.dumps(record, indent=2) + "\n")
@@ -252,7 +256,7 @@ def main() -> None:
     parser.add_argument(
         "--packages", type=Path, help="where pip installed open-clip-torch 2.7.0 and timm 0.6.11"
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures; writes no file")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these architectures")
     parser.add_argument("--build", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.build:
@@ -275,8 +279,7 @@ def main() -> None:
                 values = (row.open_clip_to_stored, row.clipkit_to_stored, row.clipkit_to_open_clip)
                 figures = " ".join("-" if value is None else f"{value:.1e}" for value in values)
                 print(f"{name:40} {row.kind:6} {figures} {row.note}", flush=True)
-            if not options.only:
-                write_record(rows)
+            write_record(rows)
     print(json.dumps(summarize(rows), indent=2))
 
 
