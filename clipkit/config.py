@@ -945,7 +945,9 @@ class OptimConfig(Section):
     image_lr_scale: float = setting(1.0, "Multiplier for the image tower's learning rate.", at_least(0))
     text_lr_scale: float = setting(1.0, "Multiplier for the text tower's learning rate.", at_least(0))
     beta1: float = setting(0.9, "Decay of the running mean of the gradients (momentum).", _BELOW_ONE)
-    beta2: float = setting(0.98, "Decay of the running mean of the squared gradients.", _BELOW_ONE)
+    beta2: float = setting(
+        0.98, "Decay of the running mean of the squared gradients; with lion, of the gradients.", _BELOW_ONE
+    )
     eps: float = setting(1e-6, "Added to the denominator of the update for numerical stability.", above(0))
     sam: float = setting(
         0.0,
@@ -1274,6 +1276,7 @@ class Config(Section):
                 f"optim.warmup = {optim.warmup} is not shorter than the run of {steps} steps: the learning rate "
                 f"rises to {last:.2g} (optim.lr = {optim.lr:g}) and does not decay"
             )
+        notes.append(import_attribute("clipkit.training:OPTIMIZERS")[optim.name].note(optim))
         if self.small.steps >= steps:
             notes.append(
                 f"small.steps = {self.small.steps} is not shorter than the run of {steps} steps: no step is made "

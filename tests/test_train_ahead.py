@@ -47,7 +47,7 @@ def results(out: Path, step: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon", "sgd", "stable_adamw"])
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "muon", "sgd", "stable_adamw"])
 def test_runs_are_equal(
     optimizer: str, world: int, trainings: Trainings, ahead: Callable[[], None], tmp_path: Path
 ) -> None:

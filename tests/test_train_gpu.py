@@ -36,6 +36,7 @@ SETTINGS = {
     "adamw": ("optim.name=adamw",),
     "stable_adamw": ("optim.name=stable_adamw",),
     "lamb": ("optim.name=lamb",),
+    "lion": ("optim.name=lion",),
     "adafactor": ("optim.name=adafactor",),
     "sam": ("optim.name=adamw", "optim.sam=0.05"),
 }

@@ -12,11 +12,12 @@ from tests.small_trainings import SETTINGS, write_pairs
 RANKS = 256
 # read two steps later, when they are known
 LATER = {"tolist in guards.next_outcome": 1, "tolist in distributed.wait": 1}
-# of data on the CPU: captions that were cut, and a decision that MuonWithAdamW reads only on a CPU
+# of data on the CPU: captions that were cut, and a decision that DeviceGated reads only on a CPU
 ON_CPU = {"item in tokenizer.count_cut", "item in optim.step"}
 MESSAGE = {"allreduce in distributed.start_totals": 1}  # started before the forward pass
 CASES = {
     "adamw": ("optim.name=adamw", "optim.skip_above=3", "optim.average=0.9"),
+    "lion": ("optim.name=lion",),
     "muon": ("optim.name=muon",),
     "siglip": ("optim.name=adamw", "loss.name=siglip", "loss.same=positives"),
     "prefixes": ("optim.name=adamw", "loss.dims=[8,16]"),

@@ -29,6 +29,7 @@ class OptimizerEntry:
         parameters_join_late: whether parameters may get their first gradient after others, as with
             ``lock.unfreeze_every``.
         ties_rows: whether rows of a matrix may be tied, as with ``shape.positions=learned_2d``.
+        note: returns a note on settings of [optim] that may be unintentional, or "".
     """
 
     make: Callable[["CLIP", OptimConfig], "Optimizer"]
@@ -36,6 +37,7 @@ class OptimizerEntry:
     divides_matrices: bool = False
     parameters_join_late: bool = True
     ties_rows: bool = True
+    note: Callable[[OptimConfig], str] = lambda config: ""
 
     def check(self, config: Config) -> None:
         """Raise ConfigError if other settings do not fit."""
@@ -54,6 +56,17 @@ class OptimizerEntry:
             require(positions != "learned_2d", "shape.positions", positions, f"{tied} and columns")
 
 
+def _note_lion(config: OptimConfig) -> str:
+    # open_clip's pull request 432
+    published = {"lr": "2e-4, a tenth of AdamW's", "weight_decay": "2, ten times AdamW's", "beta2": "0.99"}
+    adamw = OptimConfig()
+    names = [name for name in published if getattr(config, name) == getattr(adamw, name)]
+    facts = ", ".join(f"optim.{name} = {getattr(adamw, name):g} ({published[name]})" for name in names)
+    return (
+        f"AdamW's defaults with lion, in parentheses values published for ViT-B/32: {facts}" if facts else ""
+    )
+
+
 OPTIMIZERS: dict[str, OptimizerEntry] = {
     "adamw": OptimizerEntry(make=lazy_import("clipkit.training.optim:adamw"), gated=True),
     "sgd": OptimizerEntry(make=lazy_import("clipkit.training.optim:sgd")),
@@ -61,6 +74,7 @@ OPTIMIZERS: dict[str, OptimizerEntry] = {
     # counts steps by group: parameters that join later would start without bias correction
     "lamb": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:lamb"), parameters_join_late=False),
     "adafactor": OptimizerEntry(make=lazy_import("clipkit.training.timm_optim:adafactor"), ties_rows=False),
+    "lion": OptimizerEntry(make=lazy_import("clipkit.training.optim:lion"), gated=True, note=_note_lion),
     "muon": OptimizerEntry(
         make=lazy_import("clipkit.training.optim:muon"), gated=True, divides_matrices=True
     ),

@@ -85,6 +85,12 @@ def stable_adamw(model: CLIP, config: OptimConfig) -> Optimizer:
     return StableAdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
 
 
+def lion(model: CLIP, config: OptimConfig) -> Optimizer:
+    """Build ``Lion``."""
+    defaults = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    return Lion(parameter_groups(model, config), defaults)
+
+
 def muon(model: CLIP, config: OptimConfig) -> Optimizer:
     """Build Muon for the matrices of blocks, and AdamW for embeddings, projections, convolutions and the rest."""
     positions = places(model)
@@ -190,7 +196,88 @@ class SGD(Uncompiled, torch.optim.SGD):
         return {"momentum_buffer": (parameter.shape, parameter.dtype)} if momentum else {}
 
 
-class MuonWithAdamW(Uncompiled):
+class DeviceGated(Uncompiled):
+    """An optimizer that does not read from an accelerator whether to make an update.
+
+    Attributes:
+        found_inf: float scalar on the device of the parameters; if it is not 0, a step changes nothing.
+    """
+
+    found_inf: Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one update and return the result of ``closure``."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        skip = None if self.found_inf is None else self.found_inf > 0
+        if skip is not None and skip.device.type == "cpu":  # known: nothing is waited for
+            if skip:
+                return loss
+            skip = None
+        self.update(skip)
+        return loss
+
+    def update(self, skip: Tensor | None) -> None:
+        """Make one update unless ``skip``, a bool scalar on the device."""
+        raise NotImplementedError
+
+
+def _replace_skipped(gradients: Sequence[Tensor], averages: Sequence[Tensor], skip: Tensor) -> list[Tensor]:
+    """Return the gradients, or if ``skip`` the averages, which an update with equal values does not change."""
+    sizes = [gradient.numel() for gradient in gradients]
+    flat_averages = torch.cat([average.reshape(-1) for average in averages])
+    flat_gradients = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    parts = torch.where(skip, flat_averages, flat_gradients).split(sizes)
+    return [part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True)]
+
+
+class Lion(DeviceGated):
+    """Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675), which moves each weight up or down by the rate.
+
+    θ ← θ − lr (sign(β1 m + (1 − β1) g) + λ θ), and then m ← β2 m + (1 − β2) g. Steps do not become smaller with the
+    gradient, so the published rates are a tenth of AdamW's. Parameters may be sharded.
+
+    State of each parameter: ``exp_avg``, of its shape and dtype, which is half of AdamW's state.
+    """
+
+    def expected_state(self, parameter: Tensor) -> StateShapes:
+        """See the function of this name."""
+        return {"exp_avg": (parameter.shape, parameter.dtype)}
+
+    def update(self, skip: Tensor | None) -> None:
+        """See the base class."""
+        for group in self.param_groups:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            sizes = [local_part(parameter).numel() for parameter in parameters]
+            for chunk in _chunk_slices(sizes, _LARGE_CHUNK):
+                self._update_chunk(group, parameters[chunk], skip)
+
+    def _update_chunk(self, group: dict[str, Any], parameters: list[Tensor], skip: Tensor | None) -> None:
+        beta1, beta2 = group["betas"]
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
+        weights = [local_part(parameter) for parameter in parameters]
+        averages = [local_part(self.state[parameter]["exp_avg"]) for parameter in parameters]
+        gradients = [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        rate: float | Tensor = group["lr"]
+        decay: float | Tensor = 1 - group["lr"] * group["weight_decay"]
+        if skip is not None:
+            rate = torch.where(skip, 0.0, rate)
+            decay = torch.where(skip, 1.0, decay)
+            gradients = _replace_skipped(gradients, averages, skip)
+        steps = torch._foreach_lerp(averages, gradients, 1 - beta1)
+        torch._foreach_sign_(steps)
+        torch._foreach_mul_(steps, rate)
+        torch._foreach_lerp_(averages, gradients, 1 - beta2)
+        torch._foreach_mul_(weights, decay)
+        torch._foreach_sub_(weights, steps)
+
+
+class MuonWithAdamW(DeviceGated):
     """Muon (Jordan 2024; Liu et al. 2025, https://arxiv.org/abs/2502.16982) and torch's AdamW as one optimizer.
 
     Muon orthogonalizes the update of a matrix, in bfloat16, and scales it to the norm of AdamW's updates (Liu et
@@ -202,12 +289,7 @@ class MuonWithAdamW(Uncompiled):
 
     Groups with ``"matrices": True`` are Muon's. State of their parameters: ``momentum_buffer``, of their shape and
     dtype; of others AdamW's ``exp_avg``, ``exp_avg_sq`` and ``step``.
-
-    Attributes:
-        found_inf: float scalar on the device of the parameters; if it is not 0, a step changes nothing.
     """
-
-    found_inf: Tensor | None = None
 
     def __init__(
         self, groups: Groups, *, lr: float, betas: tuple[float, float], eps: float, momentum: float = 0.95
@@ -225,18 +307,8 @@ class MuonWithAdamW(Uncompiled):
             return {"momentum_buffer": (parameter.shape, parameter.dtype)}
         return _adamw_state(parameter)
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one update and return the result of ``closure``."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        skip = None if self.found_inf is None else self.found_inf > 0
-        if skip is not None and skip.device.type == "cpu":  # known: nothing is waited for
-            if skip:
-                return loss
-            skip = None
+    def update(self, skip: Tensor | None) -> None:
+        """See the base class."""
         for group in self.param_groups:
             if group["matrices"]:
                 self._step_matrices(group, skip)
@@ -247,7 +319,6 @@ class MuonWithAdamW(Uncompiled):
             if self.found_inf is not None:
                 self._adamw.found_inf = self.found_inf  # type: ignore[attr-defined]
             self._adamw.step()
-        return loss
 
     def _step_matrices(self, group: dict[str, Any], skip: Tensor | None) -> None:
         """Update the matrices of a group, those of one shape together."""
@@ -294,9 +365,8 @@ class MuonWithAdamW(Uncompiled):
         gradients = [
             local_part(parameter.grad).reshape(-1) for parameter in parameters if parameter.grad is not None
         ]
-        if skip is not None:  # the average of equal values is the same
-            chosen = torch.where(skip, torch.cat(averages), torch.cat(gradients))
-            gradients = list(chosen.split([len(part) for part in out]))
+        if skip is not None:
+            gradients = _replace_skipped(gradients, averages, skip)
         torch._foreach_lerp_(averages, gradients, 1 - self._momentum)
         torch._foreach_copy_(out, torch._foreach_lerp(gradients, averages, self._momentum))
 

@@ -231,7 +231,7 @@ def test_smoothed_row_and_column_positions_are_tied() -> None:
     assert float(table.detach()[1:].std()) == pytest.approx(float(before[1:].std()), rel=0.5)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "muon", "lamb", "stable_adamw"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "muon", "lamb", "stable_adamw"])
 def test_row_and_column_positions_stay_tied(name: str) -> None:
     one = model(positions="learned_2d")
     table = one.visual.get_parameter("positional_embedding")

@@ -71,7 +71,7 @@ def test_forward_loss_and_backward() -> None:
 
 @pytest.mark.parametrize(
     ("name", "gated", "count", "bytes_per_number"),
-    [("adamw", True, 6, 17), ("muon", False, 178, 88), ("muon", True, 191, 113)],
+    [("adamw", True, 6, 17), ("lion", True, 61, 69), ("muon", False, 178, 88), ("muon", True, 191, 113)],
 )
 def test_update_of_vit_b_32(name: str, gated: bool, count: int, bytes_per_number: float) -> None:
     """Gated updates change nothing if ``found_inf`` is set, as in training on a GPU."""

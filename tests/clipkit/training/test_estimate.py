@@ -123,6 +123,7 @@ def test_memory_equals_that_of_torch_adamw(model: CLIP, name: str) -> None:
     assert usage.average == 0
     assert memory(with_settings(work, optim=OptimConfig(average=0.9))).average == 4 * numbers
     assert memory(with_settings(work, optim=OptimConfig(name="muon"))).optimizer < usage.optimizer
+    assert memory(with_settings(work, optim=OptimConfig(name="lion"))).optimizer == 4 * numbers
 
 
 def test_communication_of_gradients_features_and_weights(model: CLIP) -> None:

@@ -23,6 +23,7 @@ from clipkit.training import OPTIMIZERS, SCHEDULES, learning_rate
 from clipkit.training.build import places
 from clipkit.training.checkpoint import optimizer_tensors, restore_optimizer
 from clipkit.training.optim import (
+    DeviceGated,
     MuonWithAdamW,
     adamw,
     expected_state,
@@ -264,6 +265,39 @@ def test_lamb_equals_timm() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
 
 
+@settings(max_examples=10, deadline=None)
+@given(
+    rate=st.floats(1e-5, 1e-1),
+    decay=st.floats(0, 3),
+    betas=st.tuples(st.floats(0, 0.99), st.floats(0, 0.999)),
+)
+def test_lion_equals_its_formula_and_timm(rate: float, decay: float, betas: tuple[float, float]) -> None:
+    from timm.optim.lion import Lion
+
+    beta1, beta2 = betas
+    config = OptimConfig(name="lion", lr=rate, weight_decay=decay, beta1=beta1, beta2=beta2, layer_decay=0.7)
+    ours, theirs, plain = (create(TINY, seed=0) for _ in range(3))
+    plain.double()
+    optimizers = [make_optimizer(ours, config), Lion(parameter_groups(theirs, config), betas=betas)]
+    groups = parameter_groups(plain, config)
+    averages = {parameter: torch.zeros_like(parameter) for parameter in plain.parameters()}
+    for step in range(4):
+        for model in (ours, theirs, plain):
+            give_gradients(model, step)
+        for optimizer in optimizers:
+            optimizer.step()
+        with torch.no_grad():
+            for group in groups:
+                for weight in group["params"]:
+                    average, gradient = averages[weight], weight.grad
+                    direction = torch.sign(beta1 * average + (1 - beta1) * gradient)
+                    weight.sub_(group["lr"] * (direction + group["weight_decay"] * weight))
+                    average.mul_(beta2).add_((1 - beta2) * gradient)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True))
+    for weight, expected in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_muon_equals_torch_for_block_matrices_and_adamw_for_the_rest(
     threads: int, request: pytest.FixtureRequest
@@ -486,12 +520,13 @@ class NoReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("name", ["lion", "muon"])
 @pytest.mark.parametrize("is_skipped", [False, True])
-def test_muon_decides_on_the_device(is_skipped: bool) -> None:
-    config = OptimConfig(name="muon", lr=1e-2, weight_decay=0.1)
+def test_updates_are_decided_on_the_device(name: str, is_skipped: bool) -> None:
+    config = OptimConfig(name=name, lr=1e-2, weight_decay=0.1)
     ours, theirs = create(TINY, seed=0), create(TINY, seed=0)
     mine, reference = make_optimizer(ours, config), make_optimizer(theirs, config)
-    assert isinstance(mine, MuonWithAdamW)
+    assert isinstance(mine, DeviceGated)
     for step in range(2):
         give_gradients(ours, step)
         give_gradients(theirs, step)
@@ -501,19 +536,21 @@ def test_muon_decides_on_the_device(is_skipped: bool) -> None:
     if not is_skipped:
         reference.step()
     give_gradients(ours, 2)
-    chosen = [group for group in mine.param_groups if group["matrices"]]
+    if isinstance(mine, MuonWithAdamW):  # torch's AdamW reads the number of steps, which is on the host
+        mine._adamw = None
+    chosen = [group for group in mine.param_groups if group.get("matrices", True)]
     with torch.no_grad(), NoReads():  # type: ignore[no-untyped-call]
-        for group in chosen:
-            for parameter in group["params"]:
-                if is_skipped:
-                    parameter.grad.fill_(torch.inf)
-            mine._step_matrices(group, torch.tensor(is_skipped))
+        for parameter in (parameter for group in chosen for parameter in group["params"]):
+            if is_skipped:
+                parameter.grad.fill_(torch.inf)
+        mine.update(torch.tensor(is_skipped))
     names = {id(parameter): name for name, parameter in ours.named_parameters()}
     expected, state = dict(theirs.named_parameters()), optimizer_tensors(theirs, reference)
     for parameter in (parameter for group in chosen for parameter in group["params"]):
-        name = names[id(parameter)]
-        assert torch.equal(parameter, expected[name])
-        assert torch.equal(mine.state[parameter]["momentum_buffer"], state[f"{name}/momentum_buffer"])
+        key = names[id(parameter)]
+        assert torch.equal(parameter, expected[key])
+        for kind, value in mine.state[parameter].items():
+            assert torch.equal(value, state[f"{key}/{kind}"])
 
 
 @pytest.mark.parametrize("shape", [(3, 8, 20), (2, 20, 8), (1, 5, 5)])

@@ -73,6 +73,21 @@ def test_valid_boundary_settings_print_no_note() -> None:
     assert not load_config(QUICKSTART, ["steps=27", *settings]).notes(step=0, samples=9600, layers=14)
 
 
+def test_lion_with_defaults_of_adamw_prints_a_note() -> None:
+    def list_notes(*more: str) -> list[str]:
+        settings = ["loss.name=clip", "optim.name=lion", *more]
+        return load_config(QUICKSTART, settings).notes(step=0, samples=9600, layers=14)
+
+    (note,) = list_notes("optim.lr=5e-4", "optim.weight_decay=0.2")
+    assert note.endswith(
+        ": optim.lr = 0.0005 (2e-4, a tenth of AdamW's), optim.weight_decay = 0.2 (2, ten times AdamW's), "
+        "optim.beta2 = 0.98 (0.99)"
+    )
+    (note,) = list_notes("optim.lr=2e-4", "optim.weight_decay=2")
+    assert note.endswith("for ViT-B/32: optim.beta2 = 0.98 (0.99)")
+    assert not list_notes("optim.lr=2e-4", "optim.weight_decay=2", "optim.beta2=0.99")
+
+
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
 def test_provided_configurations_print_no_note(path: Path) -> None:
     config = load_config(path, count_epoch=lambda _: 80.0)

@@ -21,7 +21,7 @@ def test_sharded_adafactor_equals_unsharded(forked: Forked) -> None:
 def test_sharded_updates_and_averages_equal_unsharded(forked: Forked) -> None:
     said = "".join(ended.stdout for ended in forked.ranks("tests/clipkit/sharded_program.py", world=2))
     for layout in ("full", "hybrid"):
-        for name in ("adamw", "sgd", "stable_adamw", "lamb", "muon", "adafactor"):
+        for name in ("adamw", "sgd", "stable_adamw", "lamb", "lion", "muon", "adafactor"):
             assert said.count(f"{layout} {name} the same") == 2
-    for name in ("adamw", "sgd", "stable_adamw", "lamb", "adafactor"):
+    for name in ("adamw", "sgd", "stable_adamw", "lamb", "lion", "adafactor"):
         assert said.count(f"training with {name} the same") == 2
