@@ -37,7 +37,7 @@ from clipkit.errors import ClipkitError, ConfigError
 from clipkit.formats import best_checkpoint
 from clipkit.model import CLIP, keep_memory
 from clipkit.model.architectures import Architecture
-from clipkit.objectives import select_terms
+from clipkit.objectives import ObjectiveState, select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, stopping
 from clipkit.training.backbone import LockedBackbones
 from clipkit.training.log import Log, describe_model, describe_start
@@ -247,6 +247,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         stages=small_stages(config.small, image_size=size, context_length=length),
         teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
         text_dropout=config.data.text_dropout,
+        lists_words=any(term.reads_words for term in select_terms(config).values()),
     )
 
 
@@ -290,20 +291,34 @@ def resume(
     model: CLIP,
     optimizer: Optimizer,
     averaged: ema.AveragedWeights | None,
+    objective_state: ObjectiveState,
     *,
     partly: bool,
 ) -> checkpoint.LoopState:
-    """Load weights and the optimizer's state from a checkpoint, and return the state of the loop.
+    """Load weights, the optimizer's and the objective's state from a checkpoint, and return the state of the loop.
 
     ``fresh`` is the state of a new run with this data and teacher, which must be those of the checkpoint.
     """
     run = Path(config.out)
-    state = checkpoint.load_training(newest, model, optimizer, averaged, partly=partly)
+    state = checkpoint.load_training(
+        newest, model, optimizer, averaged, partly=partly, objective_state=objective_state.tensors
+    )
     if state.data != fresh.data:
         raise training_data.other_data(run, f"fingerprint {fresh.data}, it was {state.data}")
     if state.teacher not in ("", fresh.teacher):
         raise training_data.other_teacher(run, config.distill)
     return replace(state, teacher=fresh.teacher)
+
+
+def open_writer(config: Config, compute: TrainingStep, newest: Path | None) -> checkpoint.CheckpointWriter:
+    """Return the writer of the run's checkpoints, of which ``newest`` is the newest so far."""
+    return checkpoint.CheckpointWriter(
+        Path(config.out),
+        to_toml(config),
+        keep=config.checkpoint.keep,
+        newest=newest,
+        objective_state=compute.state.tensors,
+    )
 
 
 def open_scorer(
@@ -454,7 +469,7 @@ def main(arguments: Arguments) -> int:
         after = {name: term.after for name, term in terms.items()}
         unfreezing = build.Unfreezing(model, config.lock, after=after)
         compute = TrainingStep.from_config(
-            config, shape, model, data.first_samples, bf16=bf16, averaged=averaged
+            config, shape, model, data.first_samples, samples=len(data.shards), bf16=bf16, averaged=averaged
         )
         train_loader = open_loader(config, model, data, device)
         distributed.broadcast_bytes(b"")  # wait for rank 0, which may have read many files
@@ -465,7 +480,7 @@ def main(arguments: Arguments) -> int:
         state = checkpoint.LoopState(step=0, data=data.shards.fingerprint(), teacher=fingerprint)
         if newest is not None:
             partly = unfreezing.has_locked_layers
-            state = resume(config, newest, state, model, optimizer, averaged, partly=partly)
+            state = resume(config, newest, state, model, optimizer, averaged, compute.state, partly=partly)
         unfreezing.lock_for_step(state.step)
         train_loader = store_backbone_features(config, model, train_loader, bf16=bf16)
         if arguments.replay:
@@ -490,7 +505,7 @@ def main(arguments: Arguments) -> int:
         log = Log(config, state, opening, device=device, decoding=decoding, profile=arguments.profile)
         log.list_truncated(data.shards.manifest.truncated_shards())
         scorer = open_scorer(config, model, averaged, data, log, bf16=bf16, step=state.step)
-        writer = checkpoint.CheckpointWriter(run, to_toml(config), keep=config.checkpoint.keep, newest=newest)
+        writer = open_writer(config, compute, newest)
         comparison = guards.WeightComparison(model, every=config.checkpoint.compare_every_steps)
         decisions = guards.Decisions(
             state.usual_norm, state.updates, device=device, factor=config.optim.skip_above
@@ -552,7 +567,7 @@ def main(arguments: Arguments) -> int:
                 skip = decisions.skip_update(features.loss, norm)
                 writer.wait_until_copied()
                 optim.make_update(optimizer, config.optim.name, skip=skip)
-                compute.clamp_scale(model, skip=skip)
+                compute.finish_update(model, skip=skip)
                 statistics.put_back(where=skip)
                 if averaged is not None:
                     averaged.update(decisions.updates, skip=skip)

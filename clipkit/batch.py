@@ -30,7 +30,7 @@ class TeacherFeatures(NamedTuple):
 
 
 # of a batch, on its device
-_TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights")
+_TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights", "words")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,8 @@ class Batch:
             ``data.image_fields``, then those of ``data.text_fields``; None without. ``field_lengths`` are as
             ``lengths``.
         weights: (B,) float32, weights of the samples in the loss; None without ``data.weight``.
+        words: (B, L) int64, the distinct tokens of each caption without start, end and padding, and -1 elsewhere;
+            None unless a term reads them.
         ids: (B,) int64, sample numbers, always on the host; a substitute has the number of the sample it
             replaces.
         identities: (B, 2) int64, number of the image and hash of the caption: equal for
@@ -89,6 +91,7 @@ class Batch:
     fields: Tensor | None = None
     field_lengths: tuple[int, ...] = ()
     weights: Tensor | None = None
+    words: Tensor | None = None
     read_seconds: float = 0.0
     make_seconds: float = 0.0
 

@@ -1184,7 +1184,7 @@ class Config(Section):
             "small.steps": self.small.steps,
             "distill.teacher": self.distill.teacher,
             "sharding": "" if self.sharding == "none" else self.sharding,
-            **{f"{name}.weight": term.weight for name, term in self.terms.items()},
+            **{f"{name}.weight": term.weight for name, term in self.terms.items() if term.reads_images},
         }
         if self.lock.stores("image"):
             settings["model.patch_dropout"] = self.model.patch_dropout

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from clipkit.batch import BadSample, Batch
 from clipkit.config import SmallConfig
 from clipkit.errors import DataError
-from clipkit.model import MAX_CHARACTERS
+from clipkit.model import MAX_CHARACTERS, select_distinct
 from clipkit.samples import (
     Decoding,
     PixelRangeError,
@@ -182,6 +182,7 @@ class Loader:
         teacher: stored features of the samples.
         backbone: features that take the place of images or tokens; None: all are made.
         text_dropout: probability that a word of a caption is left out, except those of the prefix.
+        lists_words: whether batches have the distinct tokens of captions, ``Batch.words``.
     """
 
     shards: Shards
@@ -199,6 +200,7 @@ class Loader:
     teacher: StoredFeatures | None = None
     backbone: BackboneFeatures | None = None
     text_dropout: float = 0.0
+    lists_words: bool = False
     _tokenizers: dict[int, Callable[[Sequence[str]], Tensor]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -289,6 +291,10 @@ class Loader:
             lengths = token_lengths(tokens)
             count_cut = getattr(self.tokenize, "count_cut", None)
             cut = count_cut(texts[: len(captions)], tokens[: len(captions)]) if count_cut and not stage else 0
+        words = None
+        if self.lists_words:
+            stored = tokens.is_floating_point()
+            words = self._list_words(self.tokenize(texts[:rows]) if stored else tokens[:rows])
         sizes = [rows, len(captions) - rows, len(part.negatives), len(further_texts)]
         tokens, more, negatives, further = tokens.split(sizes)
         columns = [part.numbers * count, [caption_hash(caption) for caption in captions]]
@@ -317,6 +323,7 @@ class Loader:
             fields=further if further_texts else None,
             field_lengths=lengths[len(texts) - len(further_texts) :],
             weights=torch.tensor(part.weights) if self.shards.selection.fields.weight else None,
+            words=words,
             read_seconds=part.read_seconds,
             make_seconds=time.perf_counter() - began,
         )
@@ -356,7 +363,14 @@ class Loader:
             fields=tokens.repeat(fields.count_texts, 1) if further else None,
             field_lengths=(1,) * further,
             weights=torch.ones(count) if fields.weight else None,
+            words=torch.full((count, 1), -1) if self.lists_words else None,
         )
+
+    def _list_words(self, tokens: Tensor) -> Tensor:
+        """Return ``Batch.words`` of captions (B, L)."""
+        # an empty text has start, end and, beside a longer one, padding
+        others = self.tokenize(["", "a"])[0]
+        return select_distinct(tokens, ~torch.isin(tokens, others))
 
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
         if self.backbone is not None and self.backbone.stores_images:

@@ -405,6 +405,8 @@ def model_hash(model: CLIP) -> str:
         digest.update(f"{shape.decoder!r}\n".encode())
     if shape.masked is not None:
         digest.update(f"masked {shape.masked}\n".encode())
+    if shape.words is not None:
+        digest.update(f"words {shape.words}\n".encode())
     if model.dim != shape.embed_dim:
         digest.update(f"dim {model.dim}\n".encode())
     digest.update(describe_tensors(model.state_dict()).encode())

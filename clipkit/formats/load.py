@@ -463,6 +463,7 @@ def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tenso
     check_base(folder, model_hash(base))
     base.set_decoder(shape.decoder, seed=0)
     base.set_masked(shape.masked, seed=0)
+    base.set_words(shape.words, seed=0)
     base.set_projections(shape.projections)
     if shape.logit_bias and base.logit_bias is None:
         base.reset_bias()

@@ -37,7 +37,7 @@ from clipkit.model.tokenizer import (
     create_tokenizer,
     tokenize,
 )
-from clipkit.model.towers import combine_features
+from clipkit.model.towers import combine_features, select_distinct
 from clipkit.model.zero_shot import (
     attach_class_head,
     encode_prompts,
@@ -57,5 +57,5 @@ __all__ = [
     "find_indistinguishable_classes",
     "generate_captions", "image_gflops", "image_representations", "keep_memory", "layer_count",
     "number_texts", "open_core_pool", "patch_grid", "pixels_and_traits", "reads_class_token", "run_parallel",
-    "text_heatmaps", "tokenize", "watch_attention",
+    "select_distinct", "text_heatmaps", "tokenize", "watch_attention",
 ]  # fmt: skip

@@ -881,7 +881,12 @@ class Decoder(_TransformerTower, TowerArchitecture):
 FEEDS = ("tokens", "text", "shared")  # inputs of a decoder
 COLORS = 512  # classes of a color, three bits a channel
 # heads of local terms, which only training and captioning use: how the names of their parameters begin
-HEADS = {"caption": "text_decoder.", "masked": "masked_head.", "image_gpt": "visual.proj_colors."}
+HEADS = {
+    "caption": "text_decoder.",
+    "masked": "masked_head.",
+    "image_gpt": "visual.proj_colors.",
+    "words": "words_head.",
+}
 # targets of masked patches, see clipkit.model.masked: the image tower → number of outputs for a patch
 MASKED: dict[str, Callable[[VisionTower], int]] = {
     "color": lambda tower: COLORS,
@@ -897,6 +902,7 @@ class Architecture:
 
     Attributes:
         masked: the target of masked patches, or None.
+        words: number of words that a head predicts from the features of images, or None.
         projections: sources of training images that have an image projection of their own. Images of other
             sources, and all images after training, have the image tower's.
     """
@@ -910,6 +916,7 @@ class Architecture:
     # not in ``repr``, which is part of the hash of models without one
     decoder: Decoder | None = field(default=None, repr=False)
     masked: str | None = field(default=None, repr=False)
+    words: int | None = field(default=None, repr=False)
     projections: tuple[str, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
@@ -925,6 +932,8 @@ class Architecture:
             )
         if self.masked not in (None, *MASKED):
             raise ConfigError(f"masked = {self.masked!r} is unknown: {nearest(str(self.masked), MASKED)}")
+        if self.words is not None:
+            _check_integer("words", self.words, _MAX)
         if not isinstance(self.projections, tuple) or not all(
             isinstance(name, str) for name in self.projections
         ):

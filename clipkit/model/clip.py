@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Adapters, Architecture, Decoder
 from clipkit.model.cpu import has_bfloat16_products
-from clipkit.model.decoder import CaptionDecoder, TextInput
+from clipkit.model.decoder import CaptionDecoder, CaptionWordHead, TextInput
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import Preprocess
@@ -39,7 +39,7 @@ from clipkit.model.towers import (
     supports_varlen,
 )
 
-Head = TypeVar("Head", CaptionDecoder, MaskedPatchHead)
+Head = TypeVar("Head", CaptionDecoder, CaptionWordHead, MaskedPatchHead)
 _NO_DROPOUT = "patch dropout needs clipkit's ViT as the image tower"
 
 
@@ -52,6 +52,7 @@ class CLIP(nn.Module):
         origin: description of the source it was loaded from; "" for fresh weights.
         dim: O of the features that are returned: the first ones of the embedding, see ``clipkit.load``.
         masked_head: the head that predicts masked patches, or None.
+        words_head: the head that predicts the words of captions, or None.
         image_projections: (D, O) of each of ``Architecture.projections``.
         logit_scale: the parameter t; similarities are multiplied by exp(t).
         logit_bias: SigLIP's bias, added to the scaled similarities, or None. Requires a gradient only if trained.
@@ -95,6 +96,7 @@ class CLIP(nn.Module):
             self.text = shape.text.build(shape.embed_dim, quick_gelu=shape.quick_gelu)
         self.text_decoder = None if shape.decoder is None else _build_decoder(shape, shape.decoder)
         self.masked_head = None if shape.masked is None else _build_masked_head(shape, shape.masked)
+        self.words_head = None if shape.words is None else CaptionWordHead(shape.embed_dim, shape.words)
         self.image_projections = nn.ParameterList()
         if shape.projections:
             self._add_projections(shape.projections)
@@ -127,7 +129,7 @@ class CLIP(nn.Module):
         patches: Tensor | None = None,
         lengths: Sequence[int] | None = None,
         return_tokens: bool = False,
-        then: Callable[["CLIP", Tensor, Sequence[Tensor]], Tensor] | None = None,
+        then: Callable[["CLIP", Tensor, Tensor, Sequence[Tensor]], Tensor] | None = None,
         on_texts: Callable[[Tensor], None] | None = None,
         projections: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
@@ -139,8 +141,9 @@ class CLIP(nn.Module):
             patches: (B, K) int64, see ``encode_image``.
             lengths: B numbers, see ``encode_text``.
             return_tokens: whether to return the tokens that a decoder of captions reads.
-            then: a function of the model, the images and these tokens, which may use all parameters of the model:
-                those of a sharded model are gathered only within ``forward``. Its result takes the tokens' place.
+            then: a function of the model, the images, their features and these tokens, which may use all parameters
+                of the model: those of a sharded model are gathered only within ``forward``. Its result takes the
+                tokens' place.
             on_texts: called with the text features before images are encoded, such as to send them meanwhile.
             projections: (B,) int64, see ``encode_image``.
 
@@ -165,7 +168,7 @@ class CLIP(nn.Module):
         else:
             image = self.encode_image(images, patches=patches, projections=projections)
         if then is not None:
-            decoder_tokens = [then(self, images, decoder_tokens)]
+            decoder_tokens = [then(self, images, image, decoder_tokens)]
         return image, text, self.logit_scale.exp(), *bias, *decoder_tokens
 
     def decoder_input(
@@ -445,6 +448,8 @@ class CLIP(nn.Module):
             self.text_decoder.initialize()
         if self.masked_head is not None:
             self.masked_head.initialize()
+        if self.words_head is not None:
+            self.words_head.initialize()
         self._copy_projection()
         return self
 
@@ -511,6 +516,15 @@ class CLIP(nn.Module):
         self.masked_head = None
         if target is not None:
             self.masked_head = self._create_head(lambda: _build_masked_head(self.architecture, target), seed)
+
+    @torch.no_grad()
+    def set_words(self, words: int | None, *, seed: int = 0) -> None:
+        """Replace the head that predicts the words of captions by one with fresh weights, or by none."""
+        self.architecture = replace(self.architecture, words=words)
+        self.words_head = None
+        if words is not None:
+            width = self.architecture.embed_dim
+            self.words_head = self._create_head(lambda: CaptionWordHead(width, words), seed)
 
     @torch.no_grad()
     def set_projections(self, sources: Sequence[str]) -> None:

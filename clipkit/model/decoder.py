@@ -1,4 +1,4 @@
-"""The decoder that predicts captions from an image's tokens.
+"""The decoder that predicts captions from an image's tokens, and the head that predicts their words.
 
 As in CoCa (Yu et al. 2022, https://arxiv.org/abs/2205.01917) each layer is a block of causal self-attention and
 one of cross-attention. Parameters have open_clip's names. Its input is the text tower's tokens (CoCa), or tokens
@@ -303,7 +303,37 @@ class CaptionDecoder(Transformer):
             nn.init.normal_(self.mask_embedding, std=0.02)
 
 
-def caption_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+class CaptionWordHead(nn.Module):
+    """Predict the words of captions from the features of images: a norm and a linear layer, as in SuperCLIP.
+
+    The linear layer has no bias: that of the norm adds a logit of its own to each word.
+    """
+
+    def __init__(self, width: int, vocab_size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projection = nn.Parameter(torch.empty(width, vocab_size))
+
+    def sum_losses(self, features: Tensor, words: Tensor, weights: Tensor) -> Tensor:
+        """Sum the cross-entropy of the softmax over the vocabulary: a scalar, at least float32.
+
+        Args:
+            features: (N, D).
+            words: (N, K) int64, the target words of each image.
+            weights: (N, K), the probability of each of them; 0 for rows without words.
+        """
+        return caption_nll(self.norm(features), self.projection, words, weights)
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """Draw weights with std D^-½."""
+        self.norm.reset_parameters()
+        nn.init.normal_(self.projection, std=self.projection.shape[0] ** -0.5)
+
+
+def caption_nll(
+    hidden: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor | None = None
+) -> Tensor:
     """Sum the cross-entropy of logits ``hidden @ weight``, of which only a tile is in memory at a time.
 
     The forward pass computes the gradients too, so logits are computed once.
@@ -311,22 +341,28 @@ def caption_nll(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     Args:
         hidden: (N, D).
         weight: (D, V).
-        targets: (N,) int64.
+        targets: (N,) int64, or (N, K) several for each row.
+        target_weights: (N, K) probabilities of several targets; None: 1.
 
     Returns:
         a scalar in float32 (float64 for float64).
     """
+    targets = targets.reshape(len(hidden), -1)
     if not torch.is_grad_enabled():  # a function without gradients would compute those of the weights
         hidden, weight = hidden.detach(), weight.detach()
     with torch.autocast(hidden.device.type, enabled=False):  # losses are computed in at least float32
         hidden, weight = at_least_float32(hidden), at_least_float32(weight)
-        total: Tensor = _TiledCrossEntropy.apply(hidden, weight, targets)
+        if target_weights is None:
+            target_weights = torch.ones_like(targets, dtype=hidden.dtype)
+        total: Tensor = _TiledCrossEntropy.apply(hidden, weight, targets, target_weights.to(hidden.dtype))
         return total
 
 
 class _TiledCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, hidden: Tensor, weight: Tensor, targets: Tensor, target_weights: Tensor
+    ) -> Tensor:
         needs_grad = ctx.needs_input_grad  # type: ignore[attr-defined]
         total = hidden.new_zeros(())
         grad_hidden = torch.empty_like(hidden) if needs_grad[0] else None
@@ -334,14 +370,16 @@ class _TiledCrossEntropy(torch.autograd.Function):
         rows = max(1, LOGITS // weight.shape[1])
         for start in range(0, len(hidden), rows):
             part = hidden[start : start + rows]
-            target = targets[start : start + rows, None]
+            target = targets[start : start + rows]
+            probability = target_weights[start : start + rows]
             logits = part @ weight  # (rows, V)
             level = logits.logsumexp(dim=1, keepdim=True)
-            total += (level - logits.gather(1, target)).sum()
+            total += (probability * (level - logits.gather(1, target))).sum()
             if grad_hidden is None and grad_weight is None:
                 continue
-            gradient = logits.sub_(level).exp_()
-            gradient.scatter_add_(1, target, gradient.new_full((), -1.0).expand_as(target))
+            # softmax times the sum of the probabilities, which is 0 in rows without targets
+            gradient = logits.sub_(level - probability.sum(dim=1, keepdim=True).log()).exp_()
+            gradient.scatter_add_(1, target, -probability)
             if grad_hidden is not None:
                 grad_hidden[start : start + rows] = gradient @ weight.T
             if grad_weight is not None:
@@ -351,7 +389,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: FunctionCtx, scale: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         saved = ctx.saved_tensors  # type: ignore[attr-defined]
         grad_hidden, grad_weight = [None if grad is None else grad * scale for grad in saved]
-        return grad_hidden, grad_weight, None
+        return grad_hidden, grad_weight, None, None

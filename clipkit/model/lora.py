@@ -15,7 +15,8 @@ from clipkit.model.clip import CLIP
 
 _PART = "parametrizations."
 _MATRICES = ("weight", "in_proj_weight")
-_HEADS = ("logit_", "masked_head.", "text_decoder.", "image_projections.")  # trained whole
+# trained whole
+_HEADS = ("logit_", "masked_head.", "words_head.", "text_decoder.", "image_projections.")
 
 
 class LowRank(nn.Module):

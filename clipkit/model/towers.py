@@ -778,6 +778,14 @@ def mask_words(tokens: Tensor) -> Tensor:
     return words
 
 
+def select_distinct(tokens: Tensor, selected: Tensor) -> Tensor:
+    """Return (B, L) the selected tokens of each text, each once; -1 elsewhere. ``selected`` is (B, L) bool."""
+    ordered = tokens.masked_fill(~selected, -1).sort(dim=1).values
+    again = ordered[:, 1:] == ordered[:, :-1]
+    ordered[:, 1:].masked_fill_(again, -1)
+    return ordered
+
+
 class WordTableTower(nn.Module):
     """The mean of a text's unit word vectors."""
 

@@ -3,8 +3,8 @@
 Letters: B rows of this rank, N rows of all ranks, O embedding dimension, K identities of a pair.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -49,6 +49,33 @@ class Outputs(NamedTuple):
     bias: Tensor | None = None
 
 
+class ObjectiveState:
+    """State of the objective and its terms which is neither weights nor the optimizer's.
+
+    A step reads ``tensors`` and proposes new values, which replace them if the update is made. All ranks have and
+    propose the same values, so a checkpoint does not depend on their number.
+
+    Args:
+        tensors: the initial values by name, which begins with the section that they belong to.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.tensors = dict(tensors)
+        self._proposals: dict[str, tuple[Tensor | slice, Tensor]] = {}
+
+    def propose(self, name: str, values: Tensor, rows: Tensor | None = None) -> None:
+        """Remember new values of a tensor, or of (N,) int64 rows of it; the values of a repeated row are equal."""
+        self._proposals[name] = (slice(None) if rows is None else rows, values.detach())
+
+    @torch.no_grad()
+    def update(self, *, skip: Tensor) -> None:
+        """Take the values of the last proposals unless ``skip``, a bool scalar on the device."""
+        for name, (rows, values) in self._proposals.items():
+            tensor = self.tensors[name]
+            tensor[rows] = torch.where(skip, tensor[rows], values.to(tensor.dtype))
+        self._proposals.clear()
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Targets:
     """The targets of a batch.
@@ -65,6 +92,9 @@ class Targets:
             ``gathers_captions``; None: not gathered yet.
         weights: (B,) weights of the pairs, or (MB,) as identities; None without ``data.weight``.
         precision: the setting ``loss.precision``.
+        state: state of the objective, if it has any.
+        numbers: (B,) int64 numbers of the samples, below that of all samples; None without state.
+        progress: fraction of the run's steps that have been made.
     """
 
     identities: Tensor
@@ -75,6 +105,9 @@ class Targets:
     all_texts: Tensor | None = None
     weights: Tensor | None = None
     precision: str = "float32"
+    state: ObjectiveState | None = None
+    numbers: Tensor | None = None
+    progress: float = 0.0
 
 
 class Objective(Section):
@@ -98,6 +131,7 @@ class Objective(Section):
             ``data.text_fields``.
         weighs_pairs: whether it supports ``data.weight``.
         has_divergence: whether it can be combined with ``distill``.
+        sample_bytes: bytes of its state for each sample of the training data.
         note: what to print at the start of a training with fresh weights.
     """
 
@@ -114,7 +148,12 @@ class Objective(Section):
     more_texts: ClassVar[bool] = False
     weighs_pairs: ClassVar[bool] = False
     has_divergence: ClassVar[bool] = True
+    sample_bytes: ClassVar[int] = 0
     note: ClassVar[str] = ""
+
+    def create_state(self, samples: int) -> dict[str, Tensor]:
+        """Return the initial values of its state by name, see ``ObjectiveState``, for a number of samples."""
+        return {}
 
     def loss(self, outputs: Outputs, targets: Targets) -> Tensor:
         """Compute the loss of the global batch; all ranks call it together.
@@ -202,12 +241,14 @@ class TermBatch:
         shape: the model's architecture.
         teach: encodes the batch with averaged weights, see ``averaged_teaching`` in clipkit/training/step.py; all
             ranks call it together.
+        state: state of the terms that have any.
     """
 
     batch: Batch
     seed: int
     shape: Architecture
     teach: Callable[[], Teaching]
+    state: ObjectiveState = field(default_factory=lambda: ObjectiveState({}))
 
 
 def weight_setting(text: str = "0: none") -> float:
@@ -230,6 +271,10 @@ class Term(Section):
     Attributes:
         stream: number that distinguishes its random draws from those of other terms.
         reads_tokens: whether ``total`` reads tokens.
+        reads_features: whether ``total`` has an argument ``features`` for those of images, (R, O) of unit norm.
+        reads_words: whether ``inputs`` reads ``Batch.words``.
+        reads_images: whether ``inputs`` or ``total`` read images or the tokens of captions, which ``lock.store``
+            replaces by features.
         trains_image_tower: whether ``lock.image=all`` leaves it nothing to train.
         allows_classes: whether it can be combined with an objective over classes.
     """
@@ -238,6 +283,9 @@ class Term(Section):
     after: int
     stream: ClassVar[int]
     reads_tokens: ClassVar[bool] = False
+    reads_features: ClassVar[bool] = False
+    reads_words: ClassVar[bool] = False
+    reads_images: ClassVar[bool] = True
     trains_image_tower: ClassVar[bool] = False
     allows_classes: ClassVar[bool] = False
 
@@ -259,6 +307,10 @@ class Term(Section):
 
     def heads(self, shape: Architecture, model: ModelConfig) -> dict[str, Any]:
         """Return the fields of ``Architecture`` that the term sets; ConfigError if the towers do not support it."""
+        return {}
+
+    def create_state(self, shape: Architecture) -> dict[str, Tensor]:
+        """Return the initial values of its state by name, see ``ObjectiveState``."""
         return {}
 
     def inputs(self, draw: TermBatch) -> tuple[dict[str, Any], int]:

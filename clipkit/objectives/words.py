@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from clipkit.config import Config, require
-from clipkit.model.towers import at_least_float32, mask_words, widest_dtype
+from clipkit.model.towers import at_least_float32, mask_words, select_distinct, widest_dtype
 from clipkit.objectives.base import Objective, Outputs, Targets
 from clipkit.objectives.tiles import GlobalBatch, mean_over_rows, tile_height
 
@@ -76,7 +76,4 @@ def _tile_losses(images: Tensor, words: Tensor, scale: Tensor, targets: Tensor) 
 
 def _distinct_words(tokens: Tensor) -> Tensor:
     """Return (B, L) the words of each text, each once; -1 elsewhere."""
-    ordered = tokens.masked_fill(~mask_words(tokens), -1).sort(dim=1).values
-    again = ordered[:, 1:] == ordered[:, :-1]
-    ordered[:, 1:].masked_fill_(again, -1)
-    return ordered
+    return select_distinct(tokens, mask_words(tokens))

@@ -109,7 +109,7 @@ def shape_of(
     dims = loss.dims
     below = f"expected sizes below {shape.embed_dim}, the embedding dimension of {model.label}"
     require(max(dims, default=0) < shape.embed_dim, "loss.dims", dims, below)
-    heads: dict[str, Any] = {"decoder": None, "masked": None}
+    heads: dict[str, Any] = {"decoder": None, "masked": None, "words": None}
     for term in (terms or {}).values():
         heads |= term.heads(shape, model)
     with _name_settings({"projections": "model.projections"}):
@@ -225,6 +225,8 @@ def first_model(
                 add_note(f"note: model.weights = {model.weights!r} has {has} decoder of captions; it {anew}")
         if first.architecture.masked != shape.masked:
             first.set_masked(shape.masked, seed=seed)
+        # anew, because the words are numbered in the order in which they occur in this run
+        first.set_words(shape.words, seed=seed)
         if first.architecture.projections != shape.projections:
             first.set_projections(shape.projections)
         if fresh := shape.logit_bias and first.logit_bias is None:
@@ -520,10 +522,10 @@ class Place:
 def tower_of(name: str) -> str:
     """Return the tower of a CLIP's parameter: "image", "text", "decoder", or "" for none.
 
-    The temperature, the bias of the loss, the head of masked patches and the projections of sources are part of no
-    tower.
+    The temperature, the bias of the loss, the heads of masked patches and of words, and the projections of sources
+    are part of no tower.
     """
-    if name.startswith(("logit_", "masked_head.", "image_projections.")):
+    if name.startswith(("logit_", "masked_head.", "words_head.", "image_projections.")):
         return ""
     if name.startswith("text_decoder."):
         return "decoder"

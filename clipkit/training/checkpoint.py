@@ -56,6 +56,7 @@ from clipkit.formats.checkpoint import (
 from clipkit.formats.load import check_weights
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import adapter_tensors
+from clipkit.model.state_dicts import describe_misfit
 from clipkit.samples.traits import TraitCounts, Traits
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.guards import describe_bad_weights, find_first_not_finite
@@ -334,6 +335,7 @@ def step_folder(run: Path, step: int) -> Path:
 
 
 Files = dict[str, dict[str, Tensor]]  # tensors of each file
+_OBJECTIVE_STATE = "objective.safetensors"  # if the objective or a term has state
 
 
 class CheckpointWriter:
@@ -344,9 +346,19 @@ class CheckpointWriter:
         settings: the run's configuration as TOML, stored with each checkpoint.
         keep: number of newest checkpoints to keep; 0 keeps all.
         newest: the newest checkpoint so far; None if there is none.
+        objective_state: the tensors of ``ObjectiveState``, which updates change in place.
     """
 
-    def __init__(self, run: Path, settings: str, *, keep: int, newest: Path | None = None) -> None:
+    def __init__(
+        self,
+        run: Path,
+        settings: str,
+        *,
+        keep: int,
+        newest: Path | None = None,
+        objective_state: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        self._objective_state = objective_state
         self._run = run
         self._settings = settings
         self._keep = keep
@@ -418,6 +430,8 @@ class CheckpointWriter:
             average = averaged.tensors()
             files["model.safetensors"] = {**weights, **average}
             files["trained.safetensors"] = {f"{name}{TRAINED}": weights[name] for name in average}
+        if self._objective_state:
+            files[_OBJECTIVE_STATE] = dict(self._objective_state)
         if name := find_first_not_finite(
             {**files["model.safetensors"], **files.get("trained.safetensors", {})}
         ):
@@ -618,6 +632,7 @@ def load_training(
     averaged: AveragedWeights | None = None,
     *,
     partly: bool = False,
+    objective_state: Mapping[str, Tensor] | None = None,
 ) -> LoopState:
     """Load a checkpoint's weights and optimizer state, and return the loop's state.
 
@@ -627,6 +642,7 @@ def load_training(
         optimizer: optimizer of the model.
         averaged: averaged weights, if the run averages them.
         partly: whether parameters may lack optimizer state because they are unfrozen later.
+        objective_state: tensors that get the values of the objective's state, see ``ObjectiveState``.
     """
     stored = read_json(folder / "state.json")
     if stored.pop("format", None) != FORMAT:
@@ -649,6 +665,13 @@ def load_training(
         put(adapter, weights[name])
     partly = partly or not state.step  # before the first update an optimizer has no state
     restore_optimizer(model, optimizer, _load(folder / "optimizer.safetensors"), origin=folder, partly=partly)
+    if objective_state:
+        path = folder / _OBJECTIVE_STATE
+        values = _load(path)
+        if misfit := describe_misfit(objective_state, values):
+            raise CheckpointError(f"{path}: {misfit}")
+        for name, tensor in objective_state.items():
+            tensor.copy_(values[name])
     return state
 
 

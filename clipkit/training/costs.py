@@ -43,7 +43,7 @@ from clipkit.model.measure import (
     text_flops,
 )
 from clipkit.model.names import create_architecture
-from clipkit.objectives import OBJECTIVES, Term, select_objective, select_terms
+from clipkit.objectives import OBJECTIVES, Term, create_state, select_objective, select_terms
 from clipkit.options import Target
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import adapters_of, check_split, lock, patch_counts, select_shape, tower_of
@@ -287,10 +287,14 @@ def measure_step(
             bf16=work.bf16,
             terms=work.terms,
             averaged=AveragedWeights(shadow, 0.0) if _encodes_twice(work.terms) else None,
+            state=create_state(
+                OBJECTIVES["none"](), work.terms, shape, samples=0, device=torch.device("meta")
+            ),
         )
         lock = work.config.lock
         images = torch.empty(rows, vision.channels, size, size, dtype=torch.uint8)
         tokens = torch.empty(rows * (1 + further), length, dtype=torch.int64)
+        words = tokens[:rows]
         with torch.no_grad():
             if lock.stores("image"):
                 images = shadow.pool_images(images)
@@ -302,6 +306,7 @@ def measure_step(
             lengths=(length,) * rows,
             more=tokens[rows:] if further else None,
             more_lengths=(length,) * (rows * further),
+            words=words,
             ids=torch.empty(rows, dtype=torch.int64),
             identities=torch.empty(rows * (1 + further), 2, dtype=torch.int64),
         )
@@ -878,6 +883,9 @@ def _memory_rows(costs: Costs) -> Iterator[Row]:
             yield "", f"        {name} of another library's tower: not known"
         elif size:
             yield "", f"{_gib(size)} {name}"
+    if sample_bytes := select_objective(costs.estimate.work.config).sample_bytes:
+        name = costs.estimate.work.config.loss.name
+        yield "", f"        {sample_bytes} bytes for each pair of data.train: state of loss.name={name}"
     if costs.estimate.work.lacks_teacher:
         yield "", "        a teacher that is not on this machine: not known"
     bound = "in all" if costs.knows_memory else "at least"

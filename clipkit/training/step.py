@@ -27,11 +27,13 @@ from clipkit.model.towers import combine_features, copy_to_device, draw_patches,
 from clipkit.model.zero_shot import evaluation_mode, zero_shot_classifier
 from clipkit.objectives import (
     Objective,
+    ObjectiveState,
     Outputs,
     Targets,
     Term,
     TermBatch,
     compare_pairs,
+    create_state,
     select_objective,
     select_terms,
 )
@@ -84,11 +86,15 @@ class LocalTerms:
     def read_tokens(self) -> bool:
         return any(term.reads_tokens for term in self.terms.values())
 
-    def sum_rows(self, model: CLIP, images: Tensor, tokens: Sequence[Tensor], i: int, parts: int) -> Tensor:
+    def sum_rows(
+        self, model: CLIP, images: Tensor, features: Tensor, tokens: Sequence[Tensor], *, i: int, parts: int
+    ) -> Tensor:
         """Return (K,) the sum of each term over part ``i`` of the rows."""
         sums = []
         for name, term in self.terms.items():
             inputs = cut_rows(self.inputs[name], i, parts)
+            if term.reads_features:
+                inputs["features"] = features
             sums.append(term.total(model, images, tokens, **inputs))
         return torch.stack(sums)
 
@@ -505,6 +511,8 @@ class TrainingStep:
         first_samples: (S,) int64, number of the first sample of each source, on the device.
         projection_numbers: (S,) int64, the projection of each source; None if there is only the image tower's.
         logs_samples: the setting ``log.samples``.
+        state: state of the objective and the terms, on the device.
+        steps: number of steps of the run.
     """
 
     shape: Architecture
@@ -522,6 +530,8 @@ class TrainingStep:
     first_samples: Tensor | None = None
     projection_numbers: Tensor | None = None
     logs_samples: bool = False
+    state: ObjectiveState = field(default_factory=lambda: ObjectiveState({}))
+    steps: int = 1
 
     @classmethod
     def from_config(
@@ -531,24 +541,28 @@ class TrainingStep:
         model: CLIP,
         first_samples: Sequence[int],
         *,
+        samples: int,
         bf16: bool,
         averaged: AveragedWeights | None,
     ) -> "TrainingStep":
         """Return the step that the settings of a run select, and load the teacher if there is one.
 
-        ``first_samples`` is the number of the first sample of each source of the training data.
+        ``first_samples`` is the number of the first sample of each source of the training data, and ``samples`` the
+        number of all.
         """
         teacher = None
         by_source: dict[str, Tensor] = {}
+        device = model.logit_scale.device
         if shape.projections:
-            device = model.logit_scale.device
             by_source["first_samples"] = torch.tensor(first_samples, device=device)
             by_source["projection_numbers"] = torch.tensor(config.projection_numbers, device=device)
         if config.distill.teacher and not config.distill.is_average:
-            teacher = Teacher(config.distill.teacher, model, device=model.logit_scale.device, bf16=bf16)
+            teacher = Teacher(config.distill.teacher, model, device=device, bf16=bf16)
+        objective = select_objective(config)
+        terms = select_terms(config)
         return cls(
             shape=shape,
-            objective=select_objective(config),
+            objective=objective,
             loss=config.loss,
             distill=config.distill,
             teacher=teacher,
@@ -556,16 +570,22 @@ class TrainingStep:
             seed=config.seed,
             accumulate=config.accumulate,
             bf16=bf16,
-            terms=select_terms(config),
+            terms=terms,
             averaged=averaged,
+            state=create_state(objective, terms, shape, samples=samples, device=device),
+            steps=config.steps,
             sides=Sides.from_config(config.data),
             logs_samples=config.log.samples,
             **by_source,
         )
 
     @torch.no_grad()
-    def clamp_scale(self, model: CLIP, *, skip: Tensor) -> None:
-        """Keep the scale of logits within 1 and the objective's ``max_scale``, unless the update was skipped."""
+    def finish_update(self, model: CLIP, *, skip: Tensor) -> None:
+        """Update the state, and keep the scale of logits within 1 and the objective's ``max_scale``.
+
+        Nothing changes if the update was skipped.
+        """
+        self.state.update(skip=skip)
         scale = model.logit_scale
         clamped = scale.clamp(0, math.log(self.objective.max_scale))
         scale.copy_(torch.where(skip, scale, clamped))
@@ -634,7 +654,7 @@ class TrainingStep:
         loss: Loss = partial(
             batch_loss,
             objective=self.objective,
-            targets=self._make_targets(batch),
+            targets=self._make_targets(batch, step),
             settings=self.loss,
             several_captions=batch.more is not None,
             teaching=teaching,
@@ -681,7 +701,7 @@ class TrainingStep:
         counts = []
         for name, term in terms.items():
             seed = seed_of(self.seed, step, term.stream)
-            draw = TermBatch(batch=batch, seed=seed, shape=self.shape, teach=teach)
+            draw = TermBatch(batch=batch, seed=seed, shape=self.shape, teach=teach, state=self.state)
             inputs[name], count = term.inputs(draw)
             counts.append(float(count))
         device = batch.tokens.device
@@ -733,8 +753,9 @@ class TrainingStep:
             rows = len(images)
             return compare_pairs(images, texts[:rows], features.scale, batch.identities[:rows])
 
-    def _make_targets(self, batch: Batch) -> Targets:
+    def _make_targets(self, batch: Batch, step: int = 0) -> Targets:
         weights = batch.weights
+        numbers = copy_to_device(batch.ids, batch.tokens.device) if self.state.tensors else None
         if weights is not None and batch.more is not None:
             weights = weights.repeat(len(batch.identities) // len(weights))
         return Targets(
@@ -745,4 +766,7 @@ class TrainingStep:
             negatives=None if batch.negatives is None else (batch.negatives != batch.tokens).any(dim=1),
             weights=weights,
             precision=self.loss.precision,
+            state=self.state,
+            numbers=numbers,
+            progress=step / self.steps,
         )

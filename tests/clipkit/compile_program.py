@@ -40,7 +40,7 @@ def count_graphs(steps: int, *settings: str) -> list[int]:
     averaged = AveragedWeights(model, config.optim.average) if config.optim.average else None
     unfreezing = build.Unfreezing(model, config.lock)
     unfreezing.lock_for_step(0)
-    compute = TrainingStep.from_config(config, shape, model, (), bf16=True, averaged=averaged)
+    compute = TrainingStep.from_config(config, shape, model, (), samples=1, bf16=True, averaged=averaged)
     trained = parallel.replicated(model)
     draw = random.Random(distributed.rank())
     graphs = []

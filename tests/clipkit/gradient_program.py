@@ -28,12 +28,14 @@ from clipkit.model.architectures import (
 )
 from clipkit.model.clip import CLIP
 from clipkit.model.lora import add_adapters
-from clipkit.model.towers import draw_patches
-from clipkit.objectives import Objective, Targets, Term, TermBatch
+from clipkit.model.towers import draw_patches, select_distinct
+from clipkit.objectives import Objective, ObjectiveState, Targets, Term, TermBatch
 from clipkit.objectives.caption import Caption
+from clipkit.objectives.caption_words import CaptionWords
 from clipkit.objectives.classes import Classes
 from clipkit.objectives.clip import Clip
 from clipkit.objectives.distill import Teaching
+from clipkit.objectives.global_clip import GlobalClip
 from clipkit.objectives.image_gpt import ImageGpt
 from clipkit.objectives.masked import Masked
 from clipkit.objectives.none import NoComparison
@@ -58,6 +60,7 @@ class Way:
     caption: str = ""  # how the decoder predicts captions
     masked: str = ""  # the target of masked patches
     pixels: str = ""  # how the pixel tower predicts pixels
+    words: bool = False  # whether words of captions are predicted from features
     views: bool = False
     several: bool = False  # whether images have two captions
     negatives: bool = False  # whether some images have a hard negative caption
@@ -79,7 +82,7 @@ class Way:
         """The settings that change the result."""
         caption = f" caption {self.caption}" if self.caption else ""
         masked = f" masked {self.masked}" * bool(self.masked) + " views" * self.views
-        masked += f" pixels {self.pixels}" * bool(self.pixels)
+        masked += f" pixels {self.pixels}" * bool(self.pixels) + " words" * self.words
         masked += " negatives" * self.negatives + " several" * self.several + " weighted" * self.weighted
         masked += " fields" * self.fields
         masked += " dropout" * self.dropout + " adapters" * self.adapters
@@ -101,6 +104,10 @@ WHAT = (
     Way(loss="taught classes"),
     Way(loss="distilled classes", dropout=True),
     Way(loss="words"),
+    Way(words=True),
+    Way(loss="siglip", words=True, masked="color", dropout=True),
+    Way(loss="global", words=True),
+    Way(loss="global", locked=True),
     Way(loss="smoothed prefixes"),
     Way(loss="siglip prefixes"),
     Way(loss="none", caption="tokens", dropout=True),
@@ -187,6 +194,8 @@ def compute(way: Way) -> dict[str, Tensor]:
             shape = replace(shape, text=replace(shape.text.plain, causal=False))
     if way.masked:
         shape = replace(shape, masked=way.masked)
+    if way.words:
+        shape = replace(shape, words=60)
     if way.projections:
         shape = replace(shape, projections=("replayed", "unused"))
     if way.pixels:
@@ -217,6 +226,15 @@ def compute(way: Way) -> dict[str, Tensor]:
         negatives=rows % 4 > 0,
     )
     plain = replace(targets, smoothing=0.0, negatives=targets.negatives if way.negatives else None)
+    random = torch.Generator().manual_seed(3)
+    state = ObjectiveState(
+        {
+            "global_clip.estimates": torch.randn(BATCH, 2, generator=random),
+            "words.frequencies": torch.randint(1, 50, (END + 2,), generator=random),
+            "words.numbers": torch.arange(END + 1).where(torch.arange(END + 1) < 40, -1),
+        }
+    )
+    estimated = replace(plain, state=state, numbers=(rows * 5) % BATCH, progress=1.0)
     labels = replace(plain, tokens=identities[:, 1:])
     if way.weighted:
         plain = replace(plain, weights=(rows % 5).float())
@@ -234,6 +252,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         "taught classes": (Classes(), labels),
         "distilled classes": (Classes(), labels),
         "words": (Words(), plain),
+        "global": (GlobalClip(rho=2.5, pairs=500), estimated),
         "smoothed": (Clip(), replace(plain, smoothing=0.2)),
         "none": (NoComparison(), plain),
     }
@@ -287,6 +306,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         ids=rows,
         identities=identities,
         first_row=int(rows[0]),
+        words=select_distinct(captions, captions < END),
     )
     wanted: dict[str, tuple[Term, int]] = {}
     if way.caption:
@@ -294,6 +314,8 @@ def compute(way: Way) -> dict[str, Tensor]:
         wanted["caption"] = Caption(weight=0.7, parallel=parallel_rows, length=20), 3
     if way.masked:
         wanted["masked"] = Masked(weight=0.3, target=way.masked), 4
+    if way.words:
+        wanted["words"] = CaptionWords(weight=0.8), 7
     if way.pixels:
         wanted["image_gpt"] = ImageGpt(weight=0.6), 6
     if way.views:
@@ -301,7 +323,7 @@ def compute(way: Way) -> dict[str, Tensor]:
     terms = None
     if wanted:
         made = {
-            name: term.inputs(TermBatch(batch=batch, seed=seed, shape=shape, teach=teach))
+            name: term.inputs(TermBatch(batch=batch, seed=seed, shape=shape, teach=teach, state=state))
             for name, (term, seed) in wanted.items()
         }
         counts = torch.tensor([count for _, count in made.values()], dtype=torch.float64)

@@ -13,7 +13,7 @@ LOSSES = (
     "clip", "clip positives", "clip ignored", "clip smoothed", "clip positives smoothed",
     "siglip", "siglip positives", "siglip ignored", "distillation", "clip weighted", "clip positives weighted",
     "clip ignored weighted", "clip smoothed weighted", "clip positives smoothed weighted", "siglip weighted",
-    "siglip positives weighted", "siglip ignored weighted",
+    "siglip positives weighted", "siglip ignored weighted", "global",
 )  # fmt: skip
 
 
@@ -73,6 +73,36 @@ def given(
     return whole.slice(slice(None))
 
 
+# of the loss "global"
+GAMMA, PAIRS = 0.3, 1000
+
+
+def former_estimates(rows: int) -> Tensor:
+    """(N, 2) logarithms of the estimates before a step; some samples have none."""
+    random = torch.Generator().manual_seed(rows)
+    estimates = torch.randn(rows, 2, generator=random) - 1
+    estimates[::3] = -torch.inf
+    return estimates
+
+
+def new_estimates(logits: Tensor, former: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return (N, 2): the means g of exponentials, with gradients, and the new estimates u."""
+    others = ~torch.eye(len(logits), dtype=torch.bool)
+    ratios = [(both - both.diag()[:, None]).exp() * others for both in (logits, logits.T)]
+    means = torch.stack([ratio.sum(1) for ratio in ratios], dim=1) / (len(logits) - 1)
+    before = former.to(logits.dtype).exp()
+    mixed = (1 - gamma) * before + gamma * means.detach()
+    return means, torch.where(before == 0, means.detach(), mixed)
+
+
+def plain_global(logits: Tensor, former: Tensor, *, gamma: float, pairs: int) -> Tensor:
+    """Return the loss over all samples; its derivative by the means is that of SogCLR."""
+    means, estimates = new_estimates(logits, former, gamma)
+    partition = 1 + (pairs - 1) * estimates
+    slopes = ((pairs - 1) * means / partition).mean()
+    return partition.log().mean() + slopes - slopes.detach()
+
+
 def same_thing(identities: Tensor) -> Tensor:
     """(N, N): whether two samples share at least one identity."""
     return (identities[:, None] == identities[None]).any(2)
@@ -86,6 +116,8 @@ def plain(loss: str, batch: Given) -> Tensor:
     together = same_thing(batch.identities)
     logits = batch.scale * batch.images @ batch.texts.T
     own = torch.eye(len(logits), dtype=torch.bool)
+    if name == "global":
+        return plain_global(logits, former_estimates(len(logits)), gamma=GAMMA, pairs=PAIRS)
     if name == "distillation":
         known = batch.teacher_scale * batch.teacher_images @ batch.teacher_texts.T
         return sum(
@@ -126,13 +158,18 @@ def _parts(loss: str) -> tuple[str, str, float, bool]:
 
 def ours(loss: str, batch: Given) -> Tensor:
     """Compute the same loss with clipkit, for this rank's rows."""
+    from clipkit.distributed import gather_row_counts
     from clipkit.objectives.clip import clip_loss
     from clipkit.objectives.distill import distillation_loss
+    from clipkit.objectives.global_clip import global_clip_loss
     from clipkit.objectives.siglip import siglip_loss
 
     name, same, smoothing, weighted = _parts(loss)
     weights = batch.weights if weighted else None
     student = (batch.images, batch.texts, batch.scale)
+    if name == "global":
+        former = former_estimates(sum(gather_row_counts(len(batch.images))))
+        return global_clip_loss(*student, former, gamma=GAMMA, pairs=PAIRS).loss
     if name == "distillation":
         return distillation_loss(*student, batch.teacher_images, batch.teacher_texts, batch.teacher_scale)
     if name == "siglip":

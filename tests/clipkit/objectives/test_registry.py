@@ -79,8 +79,8 @@ def test_declared_settings_are_checked(settings: list[str], message: str) -> Non
 def test_declared_settings_are_listed_after_the_loss() -> None:
     lines = settings_reference()
     headings = [line.partition("]")[0].removeprefix("[") for line in lines if line.startswith("[")]
-    assert headings[headings.index("loss") :][:6] == [
-        "loss", "margin", "caption", "masked", "image_gpt", "views",
+    assert headings[headings.index("loss") :][:8] == [
+        "loss", "global_clip", "margin", "caption", "masked", "image_gpt", "views", "words",
     ]  # fmt: skip
     assert settings_reference("margin.margin") == [
         "[margin] A toy.",
