@@ -35,7 +35,8 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
     """Interpolate all weights, including the temperature: (1 − alpha) · first + alpha · second.
 
     Batch norm statistics are interpolated too; integer counts are taken from the first model. With alpha = 1 / n,
-    the result is the mean of n models if ``first`` is that of n − 1.
+    the result is the mean of n models if ``first`` is that of n − 1. Heads that predict words are removed from both
+    models, since each training begins with another one.
 
     Args:
         first: a model; determines the device, dtype and tokenizer of the result.
@@ -46,6 +47,8 @@ def interpolate(first: CLIP, second: CLIP, alpha: float, *, into: CLIP | None = 
     """
     if not (math.isfinite(alpha) and 0 <= alpha <= 1):
         raise ConfigError(f"alpha = {alpha!r} is invalid: expected 0 (the first model) to 1 (the second)")
+    for model in (first, second):
+        model.set_words(None)
     _check_alike(first, second)
     result_model = deepcopy(first) if into is None else into
     weights = first.state_dict()
@@ -107,6 +110,7 @@ def load_interpolatable(
     sources_by_hash: dict[str, str] = {}
     for source in sources:
         model = load(source, name=name, device=device, image_size=image_size, context_length=context_length)
+        model.set_words(None)  # see ``interpolate``
         if first is None:
             first = model
         _check_alike(first, model)

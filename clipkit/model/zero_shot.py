@@ -178,7 +178,7 @@ def attach_class_head(model: CLIP, names: Sequence[str], rows: Tensor) -> CLIP:
         rows: (C, O), such as the transposed zero-shot classifier.
     """
     text = ClassTable(names=tuple(names))
-    shape = replace(model.architecture, text=text, logit_bias=False, decoder=None, masked=None)
+    shape = replace(model.architecture, text=text, logit_bias=False, decoder=None, masked=None, words=None)
     head = CLIP(shape, name=model.name, preprocess=model.preprocess)
     values = {name: value for name, value in model.state_dict().items() if name.startswith("visual.")}
     head.load_state_dict({**values, "logit_scale": model.logit_scale, "text.weight": rows})

@@ -13,10 +13,12 @@ from torch import Tensor
 from clipkit.batch import Batch
 from clipkit.config import ModelConfig, load_config
 from clipkit.errors import ConfigError
+from clipkit.export.interpolation import interpolate, load_interpolatable
 from clipkit.formats.checkpoint import model_hash, save_model
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import create
 from clipkit.model.towers import select_distinct
+from clipkit.model.zero_shot import attach_class_head
 from clipkit.objectives import ObjectiveState, TermBatch, select_objective, select_terms
 from clipkit.objectives.caption_words import CaptionWords
 from clipkit.objectives.distill import Teaching
@@ -124,12 +126,19 @@ def test_weights_without_the_head_load_and_the_head_can_be_dropped(tmp_path: Pat
     assert model.words_head is not None
     assert torch.equal(model.words_head.norm.weight, torch.ones(128))
     assert model.words_head.projection.std().item() == pytest.approx(128**-0.5, rel=0.01)
+    torch.nn.init.ones_(model.logit_scale)
     save_model(model, tmp_path / "with")
     config = load_config(QUICKSTART, [f"model.weights={tmp_path / 'with'}"])
     again = first_model(config, select_shape(config))
     assert again.words_head is None
     assert model_hash(again) != model_hash(model)
     assert places(model)["words_head.projection"].tower == ""
+    classifier = attach_class_head(model, ["a", "b"], torch.eye(2, 128))
+    assert classifier.words_head is None
+    first, second = load_interpolatable([str(tmp_path / name) for name in ("plain", "with")])
+    mean = interpolate(first, second, 0.5)
+    assert mean.words_head is None
+    assert mean.logit_scale.item() == pytest.approx((1 + math.log(1 / 0.07)) / 2)
 
 
 def test_head_is_part_of_measured_costs() -> None:
