@@ -123,9 +123,12 @@ def measure_cost(name: str, rounds: int) -> None:
         identities=ids[:, None].repeat(1, 2),
         words=select_distinct(tokens, tokens < 49406),
     )
-    steps = {"clip": make_step(base, batch)}
-    steps["words"] = make_step([*settings, "words.weight=1"], batch)
-    steps["global_clip"] = make_step([*base, "loss.name=global_clip"], batch)
+    changes = {
+        "clip": base,
+        "words": [*settings, "words.weight=1"],
+        "global_clip": [*base, "loss.name=global_clip"],
+    }
+    steps = {method: make_step(changed, batch) for method, changed in changes.items()}
     ratios: dict[str, list[float]] = {method: [] for method in steps}
     for i in range(rounds + 1):
         order = list(steps) if i % 2 else list(steps)[::-1]
@@ -135,8 +138,9 @@ def measure_cost(name: str, rounds: int) -> None:
                 ratios[method].append(value / seconds["clip"])
     for method in ("words", "global_clip"):
         low, median, high = statistics.quantiles(ratios[method], n=4)
-        row = {"data": f"cost of a step of {name}", "method": method, "settings": settings, "rounds": rounds}
-        store_row({**row, "ratio": round(median, 4), "quartiles": [round(low, 4), round(high, 4)]})
+        row = {"data": f"cost of a step of {name}", "method": method, "settings": changes[method]}
+        quartiles = [round(low, 4), round(high, 4)]
+        store_row({**row, "rounds": rounds, "ratio": round(median, 4), "quartiles": quartiles})
 
 
 def find_ratio(data: str, method: str) -> float:
