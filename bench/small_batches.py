@@ -20,7 +20,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
@@ -32,6 +33,8 @@ from bench.flickr8k import read_scores, write_tables
 from clipkit.batch import Batch
 from clipkit.config import load_config
 from clipkit.model import keep_memory, select_distinct
+from clipkit.objectives import ObjectiveState
+from clipkit.objectives.global_clip import GlobalClip
 from clipkit.training import build, optim, parallel
 from clipkit.training.step import TrainingStep
 
@@ -59,6 +62,7 @@ COSTS: dict[str, tuple[tuple[str, ...], int, int, int]] = {
     "ViT-B-32": (("model.name=ViT-B-32", "batch_size=32", "words.vocabulary=0"), 32, 20, 40_000),
 }
 
+_SAMPLES = 10_000  # of the state whose cost is measured
 Row = dict[str, Any]
 
 
@@ -81,40 +85,21 @@ def store_row(row: Row) -> None:
     print(json.dumps(row), flush=True)
 
 
-def make_step(settings: Sequence[str], batch: Batch) -> Callable[[], float]:
-    """Return a function that makes a training step on a batch and returns its CPU seconds."""
-    file, changed = split_config(settings)
+def measure_cost(name: str, rounds: int) -> None:
+    """Store the ratios of the CPU time of a step with each method to that of a step with CLIP's loss alone.
+
+    All steps are of one model, whose head of words gets no gradient without the term.
+    """
+    settings, rows, length, words = COSTS[name]
+    file, changed = split_config([*settings, "words.weight=1"])
     config = load_config(file, changed)
     shape = build.select_shape(config)
-    model = build.first_model(config, shape)
-    build.lock(model, terms=config.terms)
-    optimizer = optim.make_optimizer(model, config.optim)
-    step = TrainingStep.from_config(config, shape, model, (), samples=10_000, bf16=False, averaged=None)
-    skip = torch.tensor(False)
-
-    def update() -> float:
-        began = time.process_time()
-        optimizer.zero_grad(set_to_none=True)
-        step.gradients(model, batch, 0)
-        parallel.clip_gradients(model, 1.0)
-        optim.make_update(optimizer, config.optim.name, skip=skip)
-        step.finish_update(model, skip=skip)
-        return time.process_time() - began
-
-    return update
-
-
-def measure_cost(name: str, rounds: int) -> None:
-    """Store the ratios of the CPU time of a step with each method to that of a step with CLIP's loss alone."""
-    settings, rows, length, words = COSTS[name]
-    base = [setting for setting in settings if not setting.startswith("words.")]
-    file, changed = split_config(base)
-    size = build.select_shape(load_config(file, changed)).vision.image_size
+    size = shape.vision.image_size
     random = torch.Generator().manual_seed(0)
     images = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8, generator=random)
     tokens = torch.randint(1, words, (rows, length), generator=random)
     tokens[:, 0], tokens[:, -1] = 49406, 49407
-    ids = torch.randperm(10_000, generator=random)[:rows]
+    ids = torch.randperm(_SAMPLES, generator=random)[:rows]
     batch = Batch(
         images=images,
         tokens=tokens,
@@ -123,22 +108,39 @@ def measure_cost(name: str, rounds: int) -> None:
         identities=ids[:, None].repeat(1, 2),
         words=select_distinct(tokens, tokens < 49406),
     )
-    changes = {
-        "clip": base,
-        "words": [*settings, "words.weight=1"],
-        "global_clip": [*base, "loss.name=global_clip"],
+    model = build.first_model(config, shape)
+    optimizer = optim.make_optimizer(model, config.optim)
+    with_words = TrainingStep.from_config(
+        config, shape, model, (), samples=_SAMPLES, bf16=False, averaged=None
+    )
+    objective = GlobalClip()
+    state = ObjectiveState(objective.create_state(_SAMPLES))
+    steps = {
+        "clip": replace(with_words, terms={}),
+        "words": with_words,
+        "global_clip": replace(with_words, terms={}, objective=objective, state=state),
     }
-    steps = {method: make_step(changed, batch) for method, changed in changes.items()}
+    skip = torch.tensor(False)
+
+    def make_update(step: TrainingStep) -> float:
+        began = time.process_time()
+        optimizer.zero_grad(set_to_none=True)
+        step.gradients(model, batch, 0)
+        parallel.clip_gradients(model, 1.0)
+        optim.make_update(optimizer, config.optim.name, skip=skip)
+        step.finish_update(model, skip=skip)
+        return time.process_time() - began
+
     ratios: dict[str, list[float]] = {method: [] for method in steps}
     for i in range(rounds + 1):
         order = list(steps) if i % 2 else list(steps)[::-1]
-        seconds = {method: steps[method]() for method in order}
+        seconds = {method: make_update(steps[method]) for method in order}
         if i:  # the first steps allocate memory
             for method, value in seconds.items():
                 ratios[method].append(value / seconds["clip"])
     for method in ("words", "global_clip"):
         low, median, high = statistics.quantiles(ratios[method], n=4)
-        row = {"data": f"cost of a step of {name}", "method": method, "settings": changes[method]}
+        row = {"data": f"cost of a step of {name}", "method": method, "settings": [*settings], "rows": rows}
         quartiles = [round(low, 4), round(high, 4)]
         store_row({**row, "rounds": rounds, "ratio": round(median, 4), "quartiles": quartiles})
 
