@@ -38,6 +38,7 @@ def load(
     *,
     name: str = "",
     image_size: int = 0,
+    image_tokens: int = 0,
     context_length: int = 0,
     dim: int = 0,
     device: str | torch.device = "cpu",
@@ -54,6 +55,8 @@ def load(
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu". Images are
             preprocessed as by its published weights, or by those of a tag, ``open_clip:NAME/TAG``.
         image_size: side of the images in pixels, by default the stored one; position embeddings are resampled.
+        image_tokens: most patches of an image, which keeps its aspect ratio and is not cropped (NaFlex); by default
+            the stored number, or square images. Other models than those with clipkit's ViT have only the latter.
         context_length: maximum length of texts in tokens, at least 2, by default the stored one.
         dim: size of the embeddings, at least 1: their first elements, scaled to unit norm; by default all. For
             models that were trained with ``loss.dims``.
@@ -98,7 +101,9 @@ def load(
     except (RuntimeError, OSError) as error:  # an unknown user, or a path that is too long
         cause = error.strerror if isinstance(error, OSError) else error
         raise CheckpointError(f"no model at {shortened}: {cause}") from error
-    model = open_source(path, name=name, image_size=image_size, context_length=context_length)
+    model = open_source(
+        path, name=name, image_size=image_size, image_tokens=image_tokens, context_length=context_length
+    )
     model.preprocess = model.preprocess.replace_decoding(
         background=background, upright=upright, pixel_range=pixel_range
     )

@@ -296,6 +296,8 @@ def build_internals(models: Sequence[CLIP], names: Sequence[str], dataset: EvalD
     views = []
     pixels = []
     for model, name in zip(models, names, strict=True):
+        if model.architecture.vision.budget is not None:
+            raise ConfigError(f"{name} reads images of variable size, which internals cannot show")
         images = _preprocess_images(dataset, indices, model).to(model.logit_scale.device)
         pixels.append(images)
         internals = analyze_tower(model, images, shown=_IMAGES)

@@ -48,6 +48,8 @@ _ROUNDS = 7
 
 def find_obstacle(model: CLIP) -> str:
     """Whether the tower of another library can be exported is only known after trying."""
+    if model.architecture.vision.budget is not None:
+        return "an ONNX graph has images of one size, and the image tower reads images of variable size"
     return "" if any(True for _ in model.visual.parameters()) else "its image tower has no weights"
 
 

@@ -2,7 +2,7 @@
 
     a clipkit run or checkpoint       model.json + model.safetensors
     a hub-style folder of open_clip   open_clip_config.json + open_clip_model.safetensors
-    a folder of transformers          config.json of a CLIPModel + model.safetensors
+    a folder of transformers          config.json of a CLIPModel or Siglip2Model + model.safetensors
     a folder of sentence-transformers modules.json and such a folder, often 0_CLIPModel
     an ONNX export of clipkit         onnx_config.json + visual.onnx, textual.onnx, in no folder of another kind
     a training folder of open_clip    params.txt + checkpoints/epoch_N.pt
@@ -55,7 +55,12 @@ from clipkit.formats.open_clip import (
     read_folder_config,
     read_training_record,
 )
-from clipkit.formats.transformers import from_transformers, preprocess_from_transformers, read_end_of_text
+from clipkit.formats.transformers import (
+    from_transformers,
+    preprocess_from_transformers,
+    read_end_of_text,
+    read_patch_budget,
+)
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
@@ -63,7 +68,13 @@ from clipkit.model.lora import add_adapters, merge_adapters
 from clipkit.model.names import OPEN_CLIP, check_names, create_architecture, from_open_clip, open_clip_config
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.state_dicts import describe_misfit
-from clipkit.model.tokenizer import Tokenizer, create_tokenizer, has_tokenizer, open_folder_tokenizer
+from clipkit.model.tokenizer import (
+    LibraryTokenizer,
+    Tokenizer,
+    create_tokenizer,
+    has_tokenizer,
+    open_folder_tokenizer,
+)
 
 _OPEN_CLIP_WEIGHTS = (
     "open_clip_model.safetensors", "open_clip_pytorch_model.safetensors", "open_clip_pytorch_model.bin",
@@ -96,12 +107,13 @@ class LoadRequest:
     name: str = ""
     tag: str = ""
     image_size: int = 0
+    image_tokens: int = 0
     context_length: int = 0
 
     @property
     def is_resized(self) -> bool:
-        """Whether another image size or context length is requested."""
-        return bool(self.image_size or self.context_length)
+        """Whether another size of images or texts is requested."""
+        return bool(self.image_size or self.image_tokens or self.context_length)
 
     def architecture(self) -> Architecture:
         """Return the architecture of the name."""
@@ -136,7 +148,9 @@ class StoredModel:
     warning: str = ""
 
 
-def open_source(source: str, *, name: str = "", image_size: int = 0, context_length: int = 0) -> CLIP:
+def open_source(
+    source: str, *, name: str = "", image_size: int = 0, image_tokens: int = 0, context_length: int = 0
+) -> CLIP:
     """Load a model on the CPU in float32, in evaluation mode; ``origin`` describes what was found.
 
     Args:
@@ -144,6 +158,7 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         name: the architecture, for weights stored without one; must agree with a stored one. ``open_clip:NAME/TAG``
             also selects the preprocessing of published weights.
         image_size: side of the images in pixels; position embeddings are resampled. 0 keeps the stored size.
+        image_tokens: most patches of an image of variable size. 0 keeps the stored number, or square images.
         context_length: longest text in tokens. 0 keeps the stored length.
     """
     if not source:  # would be the current folder
@@ -153,7 +168,9 @@ def open_source(source: str, *, name: str = "", image_size: int = 0, context_len
         name, _, tag = name.partition("/")
     if name:
         check_names(name, called="name")
-    request = LoadRequest(name=name, tag=tag, image_size=image_size, context_length=context_length)
+    request = LoadRequest(
+        name=name, tag=tag, image_size=image_size, image_tokens=image_tokens, context_length=context_length
+    )
     if tag and not request.published:
         tags = ", ".join(published_tags(name.removeprefix(OPEN_CLIP))) or "none"
         raise ConfigError(f"name = '{name}/{tag}': known tags of {name}: {tags}")
@@ -188,7 +205,11 @@ def outline_checkpoint(folder: Path) -> CLIP:
 
 def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
     """Build a model at the requested sizes."""
-    shape = stored.shape.replace_size(image_size=request.image_size, context_length=request.context_length)
+    shape = stored.shape.replace_size(
+        image_size=request.image_size,
+        image_tokens=request.image_tokens,
+        context_length=request.context_length,
+    )
     length = shape.text.context_length
     if length != stored.shape.text.context_length and shape.text.reads_padding:
         warnings.warn(
@@ -204,7 +225,7 @@ def build_stored(stored: StoredModel, request: LoadRequest) -> CLIP:
         stored.tensors,
         origin=stored.file,
         name=stored.name,
-        preprocess=replace(stored.preprocess, image_size=shape.vision.image_size),
+        preprocess=shape.vision.fit_preprocess(stored.preprocess),
         tokenizer=tokenizer,
         resample=request.is_resized,
     )
@@ -313,10 +334,18 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is not an object")
         shape, tensors = from_transformers(config, read_weights(file).tensors)
-        _, text = shape.get_plain_towers()
-        tokenizer = open_folder_tokenizer(folder, text, read_end_of_text(config))
-        preprocess = preprocess_from_transformers(
-            processor or {}, shape.vision.image_size, shape.vision.channels
+        is_siglip2 = shape.text.plain is None
+        if is_siglip2:
+            shape = replace(shape, vision=read_patch_budget(processor or {}, shape.vision))
+            length = shape.text.context_length
+            tokenizer: Tokenizer = LibraryTokenizer(source=str(folder), context_length=length)
+        else:
+            _, text = shape.get_plain_towers()
+            tokenizer = open_folder_tokenizer(folder, text, read_end_of_text(config))
+        preprocess = shape.vision.fit_preprocess(
+            preprocess_from_transformers(
+                processor or {}, shape.vision.image_size, shape.vision.channels, is_siglip2=is_siglip2
+            )
         )
     return convert_open_clip(
         StoredModel(
@@ -326,9 +355,9 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
             preprocess=preprocess,
             tokenizer=tokenizer,
             origin=f"transformers folder {folder}"
-            + ("" if has_tokenizer(folder) else " without a tokenizer (using CLIP's)"),
+            + ("" if has_tokenizer(folder) or is_siglip2 else " without a tokenizer (using CLIP's)"),
             warning=f"{folder} has no preprocessor_config.json: {ASSUMED_PREPROCESS}"
-            if processor is None
+            if processor is None and not is_siglip2
             else "",
         )
     )
@@ -424,7 +453,7 @@ def _read_card(folder: Path) -> StoredModel:
         raise CheckpointError(f"{folder}: this version cannot read the format of model.json")
     shape = parse_architecture(card.get("architecture", {}))
     preprocess = Preprocess.from_dict(card.get("preprocess", {}))
-    if preprocess.image_size != shape.vision.image_size:
+    if preprocess != shape.vision.fit_preprocess(preprocess):
         raise CheckpointError(f"{folder}: the image sizes of architecture and preprocessing differ")
     return StoredModel(
         file=folder,
@@ -454,7 +483,10 @@ def _merge_with_base(folder: Path, shape: Architecture, tensors: dict[str, Tenso
     adapters = _stored_adapters(folder)
     try:
         base = open_source(
-            adapters.source, image_size=shape.vision.image_size, context_length=shape.text.context_length
+            adapters.source,
+            image_size=shape.vision.image_size,
+            image_tokens=shape.vision.image_tokens,
+            context_length=shape.text.context_length,
         )
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(
@@ -688,13 +720,13 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
 
 def _try_sizes(model: CLIP) -> None:
     """Encode once at the new sizes, since some libraries build towers for sizes that they cannot encode."""
-    size = model.architecture.vision.image_size
+    vision = model.architecture.vision
     length = model.architecture.text.context_length
     token = 0 if model.architecture.text.classes else 3  # a head may have only one class
-    what = f"images of {size} pixels"
+    what = f"images of {vision.image_size} pixels"
     try:
         with torch.no_grad():
-            model.encode_image(torch.zeros(1, model.preprocess.channels, size, size))
+            model.encode_image(torch.zeros(1, *vision.input_shape, dtype=torch.uint8))
             what = f"texts of {length} tokens"
             model.encode_text(torch.full((1, length), token))
     except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:

@@ -1,20 +1,30 @@
 """Convert plain ViT CLIPs between clipkit and transformers' ``CLIPModel``: parameter names and configuration.
 
 transformers has separate projections for queries, keys and values, clipkit a single one. transformers transposes
-the projections to the embedding space.
+the projections to the embedding space. ``Siglip2Model`` (SigLIP 2's models for images of variable size) is read
+too, as a ``NaFlexTower`` and open_clip's text tower of SigLIP.
 """
 
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.open_clip import compute_mlp_ratio
-from clipkit.model.architectures import Architecture, TextTower, VisionTower
+from clipkit.model.architectures import (
+    Architecture,
+    ImageArchitecture,
+    NaFlexTower,
+    TextTower,
+    VisionTower,
+)
+from clipkit.model.library_towers import OpenClipText
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.samples.traits import Decoding
@@ -44,11 +54,34 @@ _BLOCK = (
     ("mlp.c_proj.", "mlp.fc2."),
 )
 _FROM_TRANSFORMERS = [(theirs, ours) for ours, theirs in _NAMES]
+_FROM_SIGLIP2 = (
+    ("vision_model.embeddings.patch_embedding.weight", "visual.conv1.weight"),
+    ("vision_model.embeddings.patch_embedding.bias", "patch_bias"),
+    ("vision_model.embeddings.position_embedding.weight", "visual.positional_embedding"),
+    ("vision_model.encoder.layers.", "visual.transformer.resblocks."),
+    ("vision_model.post_layernorm.", "visual.ln_post."),
+    ("vision_model.head.probe", "visual.attn_pool.probe"),
+    ("vision_model.head.attention.", "visual.attn_pool.attn."),
+    ("vision_model.head.layernorm.", "visual.attn_pool.norm."),
+    ("vision_model.head.mlp.fc1.", "visual.attn_pool.mlp.c_fc."),
+    ("vision_model.head.mlp.fc2.", "visual.attn_pool.mlp.c_proj."),
+    ("text_model.embeddings.token_embedding.weight", "text.token_embedding.weight"),
+    ("text_model.embeddings.position_embedding.weight", "text.positional_embedding"),
+    ("text_model.encoder.layers.", "text.transformer.resblocks."),
+    ("text_model.final_layer_norm.", "text.ln_final."),
+    ("text_model.head.", "text.text_projection."),
+)
 _BLOCK_FROM_TRANSFORMERS = [(theirs, ours) for ours, theirs in reversed(_BLOCK)]
 _TRANSPOSED = {"visual.proj", "text_projection"}
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # CLIPImageProcessor's defaults
 _SIZES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
+_PROCESSOR = "preprocessor_config.json"
+_SIGLIP2_PROCESSOR = {
+    "patch_size": 16,
+    "max_num_patches": 256,
+    "resample": 2,
+}  # Siglip2ImageProcessor's defaults
 _OWN = "clipkit"  # key of clipkit's settings in preprocessor_config.json, which transformers ignores
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}
@@ -62,16 +95,41 @@ _TEXT: dict[str, Any] = {
     "vocab_size": 49408, "max_position_embeddings": 77, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5,
     "eos_token_id": END_OF_TEXT,
 }  # fmt: skip
+# those of both towers of Siglip2Config
+_SIGLIP2: dict[str, Any] = {
+    "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12,
+    "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+_SIGLIP2_VISION: dict[str, Any] = {
+    **_SIGLIP2,
+    "num_channels": 3,
+    "patch_size": 16,
+    "num_patches": 256,
+    "vision_use_head": True,
+}
+_SIGLIP2_TEXT: dict[str, Any] = {
+    **_SIGLIP2,
+    "vocab_size": 32000,
+    "max_position_embeddings": 64,
+    "projection_size": None,
+}
 
 
 def from_transformers(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[Architecture, dict[str, Tensor]]:
-    """Convert the configuration and state dict of a ``CLIPModel`` to an architecture and clipkit's names."""
-    if config.get("model_type") != "clip":
-        raise CheckpointError(f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel")
+    """Convert the configuration and state dict of a ``CLIPModel`` or ``Siglip2Model`` to an architecture and
+    clipkit's names.
+    """
+    if config.get("model_type") not in ("clip", "siglip2"):
+        raise CheckpointError(
+            f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel or Siglip2Model"
+        )
     if config.get("auto_map"):
         raise CheckpointError("config.json requires custom code (auto_map), which clipkit does not run")
+    if config["model_type"] == "siglip2":
+        shape = _read_siglip2(config)
+        return shape, _convert_siglip2(_rename_tensors(tensors, _FROM_SIGLIP2), shape)
     try:
         vision = _read_tower(config, "vision", _VISION)
         text = _read_tower(config, "text", _TEXT)
@@ -103,12 +161,16 @@ def from_transformers(
         )
     except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
         raise CheckpointError(f"config.json is invalid: {error}") from error
+    return shape, _rename_tensors(tensors, _FROM_TRANSFORMERS)
+
+
+def _rename_tensors(tensors: Mapping[str, Tensor], names: Sequence[tuple[str, str]]) -> dict[str, Tensor]:
     converted: dict[str, Tensor] = {}
     parts: dict[str, dict[str, Tensor]] = {}
     for theirs, value in tensors.items():
         if theirs.endswith(".position_ids"):  # written by old versions of transformers
             continue
-        name = _rename_tensor(theirs, _FROM_TRANSFORMERS, _BLOCK_FROM_TRANSFORMERS)
+        name = _rename_tensor(theirs, names, _BLOCK_FROM_TRANSFORMERS)
         split = re.fullmatch(r"(.*\.attn\.in_proj_)(q_proj|k_proj|v_proj)\.(weight|bias)", name)
         if split:
             parts.setdefault(split[1] + split[3], {})[split[2]] = value
@@ -117,7 +179,84 @@ def from_transformers(
     for name, three in parts.items():
         if set(three) == set(_QKV) and len({part.shape for part in three.values()}) == 1:
             converted[name] = torch.cat([three[part] for part in _QKV])
-    return shape, converted
+    return converted
+
+
+def _read_siglip2(config: Mapping[str, Any]) -> Architecture:
+    """Convert the configuration of a ``Siglip2Model``; the number of patches is that of its position embeddings."""
+    try:
+        vision = {**_SIGLIP2_VISION, **config.get("vision_config", {})}
+        text = {**_SIGLIP2_TEXT, **config.get("text_config", {})}
+        for tower in (vision, text):
+            for name in ("hidden_act", "layer_norm_eps"):
+                if tower[name] != _SIGLIP2[name]:
+                    raise ConfigError(f"{name} = {tower[name]!r} is not supported, only {_SIGLIP2[name]!r}")
+        width = vision["hidden_size"]
+        embed_dim = text["projection_size"] or text["hidden_size"]
+        if embed_dim != width or vision["vision_use_head"] is not True:
+            raise ConfigError(
+                "the image tower must have a head, and both towers must have features of one size"
+            )
+        return Architecture(
+            embed_dim=embed_dim,
+            vision=NaFlexTower(
+                channels=vision["num_channels"],
+                image_size=math.isqrt(vision["num_patches"]) * vision["patch_size"],
+                patch_size=vision["patch_size"],
+                tokens=vision["num_patches"],
+                width=width,
+                layers=vision["num_hidden_layers"],
+                heads=vision["num_attention_heads"],
+                mlp_ratio=compute_mlp_ratio(vision["intermediate_size"], width),
+                pool="map",
+                norms="vit",
+                tanh_gelu=True,
+            ),
+            text=OpenClipText(
+                context_length=text["max_position_embeddings"],
+                config={
+                    "width": text["hidden_size"],
+                    "layers": text["num_hidden_layers"],
+                    "heads": text["num_attention_heads"],
+                    "mlp_ratio": compute_mlp_ratio(text["intermediate_size"], text["hidden_size"]),
+                    "vocab_size": text["vocab_size"],
+                    "no_causal_mask": True,
+                    "proj_bias": True,
+                    "pool_type": "last",
+                    "norm_kwargs": {"eps": _SIGLIP2["layer_norm_eps"]},
+                    "act_kwargs": {"approximate": "tanh"},
+                },
+            ),
+            logit_bias=True,
+        )
+    except (TypeError, ValueError, ArithmeticError, ConfigError) as error:
+        raise CheckpointError(f"config.json is invalid: {error}") from error
+
+
+def _convert_siglip2(tensors: dict[str, Tensor], shape: Architecture) -> dict[str, Tensor]:
+    """Convert tensors that have clipkit's names to clipkit's parameters; missing ones are reported later.
+
+    Patches are cut with channels last. The bias of their projection becomes part of the position embeddings, whose
+    interpolation has weights that sum to 1. Features are not projected, so the projection is the identity.
+    """
+    vision = shape.vision
+    bias = tensors.pop("patch_bias", None)
+    patches = tensors.get("visual.conv1.weight")
+    positions = tensors.get("visual.positional_embedding")
+    if bias is None or patches is None or positions is None or bias.shape != positions.shape[1:]:
+        raise CheckpointError(
+            "the embeddings of patches and of their positions are missing, or of other sizes"
+        )
+    side = vision.size_settings["patch"]
+    if patches.shape != (len(bias), side * side * vision.channels):
+        raise CheckpointError(f"the embeddings of patches have the shape {tuple(patches.shape)}")
+    tensors["visual.conv1.weight"] = patches.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
+    # the first position is that of a class token, which this tower does not have
+    tensors["visual.positional_embedding"] = F.pad(positions + bias, (0, 0, 1, 0))
+    tensors["visual.proj"] = torch.eye(shape.embed_dim)
+    if "visual.attn_pool.probe" in tensors:
+        tensors["visual.attn_pool.probe"] = tensors["visual.attn_pool.probe"].flatten()
+    return tensors
 
 
 def read_end_of_text(config: Mapping[str, Any]) -> int:
@@ -226,9 +365,26 @@ def build_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict
     }
 
 
-def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, channels: int = 3) -> Preprocess:
-    """Convert preprocessor_config.json for a model of the given image size; {} means CLIP's preprocessing."""
-    where = "preprocessor_config.json"
+def read_patch_budget(config: Mapping[str, Any], vision: ImageArchitecture) -> ImageArchitecture:
+    """Return the image tower of a ``Siglip2Model`` with the number of patches of preprocessor_config.json."""
+    settings = {**_SIGLIP2_PROCESSOR, **config}
+    side = vision.size_settings["patch"]
+    if settings["patch_size"] != side:
+        raise CheckpointError(
+            f"{_PROCESSOR}: patch_size = {settings['patch_size']!r} is not that of config.json, {side}"
+        )
+    return vision.replace_tokens(settings["max_num_patches"])
+
+
+def preprocess_from_transformers(
+    config: Mapping[str, Any], image_size: int, channels: int = 3, *, is_siglip2: bool = False
+) -> Preprocess:
+    """Convert preprocessor_config.json for a model of the given image size; {} means the default preprocessing."""
+    values: dict[str, Any]
+    if is_siglip2:
+        values = {name: value for name, value in config.items() if value is not None}
+        config = _SIGLIP2_PROCESSOR | {"image_mean": [0.5] * channels, "image_std": [0.5] * channels} | values
+    where = _PROCESSOR
     for step in ("do_resize", "do_rescale", "do_normalize"):
         if config.get(step) not in (None, True):
             raise CheckpointError(
@@ -241,6 +397,22 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, cha
         resample = 3
     if not isinstance(resample, int) or resample not in _RESAMPLE:
         raise CheckpointError(f"{where}: resample = {resample!r} is neither bilinear nor bicubic")
+    values = {"interpolation": _RESAMPLE[resample]}
+    if not is_siglip2:
+        values["resize_mode"] = _read_resize_mode(config)
+    for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
+        if config.get(theirs) is not None:
+            values[ours] = config[theirs]
+    own_settings = config.get(_OWN, {})
+    allowed = [field.name for field in fields(Decoding) if field.name != "channels"]
+    if not isinstance(own_settings, Mapping) or own_settings.keys() - set(allowed):
+        raise CheckpointError(f"{where}: {_OWN} = {own_settings!r} has keys other than {', '.join(allowed)}")
+    values.update(own_settings)
+    clips = Preprocess(image_size=image_size).replace_channels(channels)
+    return Preprocess.from_dict({**clips.to_dict(), **values})
+
+
+def _read_resize_mode(config: Mapping[str, Any]) -> str:
     sizes = []
     for name, default in _SIZES.items():
         edges = config.get(name) or default  # a single number in old files
@@ -252,20 +424,7 @@ def preprocess_from_transformers(config: Mapping[str, Any], image_size: int, cha
     squash = size.keys() == {"height", "width"}
     if not (shortest or squash) or any(side != sides[0] for side in sides):
         raise CheckpointError(
-            f"{where}: size {size} and crop_size {crop if cropped else None} do not describe one square: expected "
-            "the shortest edge and a crop of it, or height and width"
+            f"{_PROCESSOR}: size {size} and crop_size {crop if cropped else None} do not describe one square: "
+            "expected the shortest edge and a crop of it, or height and width"
         )
-    values: dict[str, Any] = {
-        "interpolation": _RESAMPLE[resample],
-        "resize_mode": "squash" if squash else "shortest",
-    }
-    for theirs, ours in (("image_mean", "mean"), ("image_std", "std")):
-        if config.get(theirs) is not None:
-            values[ours] = config[theirs]
-    own_settings = config.get(_OWN, {})
-    allowed = [field.name for field in fields(Decoding) if field.name != "channels"]
-    if not isinstance(own_settings, Mapping) or own_settings.keys() - set(allowed):
-        raise CheckpointError(f"{where}: {_OWN} = {own_settings!r} has keys other than {', '.join(allowed)}")
-    values.update(own_settings)
-    clips = Preprocess(image_size=image_size).replace_channels(channels)
-    return Preprocess.from_dict({**clips.to_dict(), **values})
+    return "squash" if squash else "shortest"

@@ -220,10 +220,9 @@ class FeatureStream:
 
     def empty(self, kind: Kind) -> npt.NDArray[np.float32]:
         """Return an empty array of features, (0, O); encodes a dummy item to determine O."""
-        size = self.model.preprocess.image_size
         tokenizer = self.model.tokenizer
         text = tokenizer.names[0] if isinstance(tokenizer, ClassTokenizer) else ""
-        pixels = torch.zeros(self.model.preprocess.channels, size, size, dtype=torch.uint8)
+        pixels = torch.zeros(self.model.preprocess.input_shape, dtype=torch.uint8)
         with evaluation_mode(self.model):
             return self._rows([_Ready(item=Item(source="", key=""), pixels=pixels, caption=text)], kind)[:0]
 

@@ -19,6 +19,7 @@ from clipkit.errors import CheckpointError, ConfigError, nearest
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from clipkit.model.naflex import PatchBudget
     from clipkit.model.preprocess import Preprocess
 
 # limits for stored architectures, which are not trusted
@@ -221,6 +222,33 @@ class ImageArchitecture(TowerArchitecture):
         return None
 
     @property
+    def budget(self) -> "PatchBudget | None":
+        """How images of variable size become strips, see ``clipkit.model.naflex``; None for square images."""
+        return None
+
+    @property
+    def image_tokens(self) -> int:
+        """Most patches of an image of variable size; 0 for square images."""
+        return 0 if self.budget is None else self.budget.count
+
+    def replace_tokens(self, tokens: int) -> "ImageArchitecture":
+        """Return the tower for images of variable size, of at most so many patches."""
+        raise ConfigError(
+            f"image_tokens = {tokens} requires clipkit's ViT as the image tower, not {self.description}"
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Shape of an image: (C, S, S), or that of a strip."""
+        if self.budget is not None:
+            return self.budget.strip_shape(self.channels)
+        return self.channels, self.image_size, self.image_size
+
+    def fit_preprocess(self, preprocess: "Preprocess") -> "Preprocess":
+        """Return a preprocessing that makes images of the tower's size."""
+        return replace(preprocess, image_size=self.image_size, patches=self.budget)
+
+    @property
     def size_step(self) -> int:
         """Image sizes that are multiples of this number can be encoded; 0 if only ``image_size`` can."""
         return 0
@@ -415,6 +443,8 @@ class _TransformerTower:
 POOLS = ("class", "mean", "mean_norm", "map", "distilled")  # what is projected to an image's features
 NORM_EPS = {"clip": 1e-5, "vit": 1e-6}  # of layer norms, by ``VisionTower.norms``
 _MOST_PIXELS = 512  # along a side
+_MOST_TOKENS = 65_536  # patches of an image, whose rows and columns are stored in two bytes each
+_LEAST_PATCH = 4  # pixels along a side, so that the grid of an image fits into a row of pixels
 POSITIONS = ("learned", "learned_2d", "sincos_2d", "none")
 
 
@@ -465,20 +495,20 @@ class VisionTower(_TransformerTower, ImageArchitecture):
                 f"image_size = {self.image_size} is not a multiple of patch_size = {self.patch_size}"
             )
 
-    def token_shape(self, embed_dim: int) -> tuple[int, int]:
+    def token_shape(self, embed_dim: int) -> tuple[int, int] | None:
         further = 2 if self.distilled else 1
-        return self.patches + further, self.width
+        return (self.image_size // self.patch_size) ** 2 + further, self.width
 
     @property
     def projection_prefix(self) -> str:
         return "" if self.distilled else "proj"
 
     @property
-    def plain(self) -> "VisionTower":
+    def plain(self) -> "VisionTower | None":
         return self
 
     @property
-    def patches(self) -> int:
+    def patches(self) -> int | None:
         return (self.image_size // self.patch_size) ** 2
 
     @property
@@ -486,7 +516,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         return self.patch_size
 
     @property
-    def outline(self) -> tuple[Any, ...]:
+    def outline(self) -> tuple[Any, ...] | None:
         return (self.patch_size, self.width, self.layers, self.hidden)
 
     @property
@@ -529,15 +559,22 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import VisionTransformer
 
-        return VisionTransformer(
-            image_size=self.image_size, patch_size=self.patch_size, width=self.width, layers=self.layers,
-            heads=self.heads, mlp_ratio=self.mlp_ratio, output_dim=embed_dim, quick_gelu=quick_gelu,
-            pool=self.pool, positions=self.positions, pre_norm=self.norms == "clip", eps=NORM_EPS[self.norms],
-            channels=self.channels,
-        )  # fmt: skip
+        return VisionTransformer(**self.get_arguments(embed_dim, quick_gelu=quick_gelu))
+
+    def get_arguments(self, embed_dim: int, *, quick_gelu: bool) -> dict[str, Any]:
+        """Return the arguments of ``VisionTransformer``."""
+        return {
+            "image_size": self.image_size, "patch_size": self.patch_size, "width": self.width,
+            "layers": self.layers, "heads": self.heads, "mlp_ratio": self.mlp_ratio, "output_dim": embed_dim,
+            "quick_gelu": quick_gelu, "pool": self.pool, "positions": self.positions,
+            "pre_norm": self.norms == "clip", "eps": NORM_EPS[self.norms], "channels": self.channels,
+        }  # fmt: skip
 
     def replace_channels(self, channels: int) -> Self:
         return replace(self, channels=channels)
+
+    def replace_tokens(self, tokens: int) -> "NaFlexTower":
+        return NaFlexTower(**vars(self), tokens=tokens)
 
     def initialize(self, module: "nn.Module", *, small_data: bool) -> None:
         tower: Any = module
@@ -582,6 +619,88 @@ class VisionTower(_TransformerTower, ImageArchitecture):
         weights, unused = convert_vit(tensors, module.state_dict(), pool=self.pool)
         module.load_state_dict(weights, strict=False)  # complete but for the head
         return preprocess, unused
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaFlexTower(VisionTower):
+    """A ViT for images of variable size and aspect ratio, see clipkit/model/naflex.py.
+
+    ``image_size`` is the side of the grid of position embeddings, in pixels; grids of images are interpolated.
+
+    Attributes:
+        tokens: most patches of an image.
+        tanh_gelu: whether it has SigLIP's approximation of GELU.
+    """
+
+    tokens: int
+    tanh_gelu: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        label = f"image_tokens = {self.tokens}"
+        if self.tokens > _MOST_TOKENS:
+            raise ConfigError(f"{label} is above {_MOST_TOKENS:,}")
+        if self.pool not in ("class", "map"):
+            raise ConfigError(f"{label} requires pool = 'class' or 'map', not {self.pool!r}")
+        if self.patch_size < _LEAST_PATCH:
+            raise ConfigError(f"{label} requires patches of at least {_LEAST_PATCH} pixels")
+
+    @property
+    def budget(self) -> "PatchBudget":
+        from clipkit.model.naflex import PatchBudget
+
+        return PatchBudget(side=self.patch_size, count=self.tokens)
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, at most {self.tokens} patches of any aspect ratio"
+
+    def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
+        from clipkit.model.naflex import PackedVisionTransformer
+
+        arguments = self.get_arguments(embed_dim, quick_gelu=quick_gelu)
+        return PackedVisionTransformer(budget=self.budget, tanh_gelu=self.tanh_gelu, **arguments)
+
+    def replace_size(self, image_size: int) -> Self:
+        if image_size != self.image_size:
+            raise ConfigError(
+                f"image_size = {image_size}: this model reads images of variable size: set image_tokens instead"
+            )
+        return self
+
+    def replace_tokens(self, tokens: int) -> Self:
+        return replace(self, tokens=tokens)
+
+    # what needs a grid of fixed size, or a square image
+
+    @property
+    def plain(self) -> None:
+        return None
+
+    @property
+    def patches(self) -> None:
+        return None
+
+    @property
+    def size_step(self) -> int:
+        return 0
+
+    @property
+    def outline(self) -> None:
+        return None
+
+    @property
+    def is_clips(self) -> bool:
+        return False
+
+    def token_shape(self, embed_dim: int) -> None:
+        return None
+
+    def masked_outputs(self, target: str) -> int:
+        return 0
+
+    def open_clip_config(self) -> dict[str, Any]:
+        return ImageArchitecture.open_clip_config(self)
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}
@@ -966,9 +1085,12 @@ class Architecture:
         assert vision is not None and text is not None
         return vision, text
 
-    def replace_size(self, *, image_size: int = 0, context_length: int = 0) -> "Architecture":
-        """Return the architecture for another image size or context length; 0 keeps the current one."""
+    def replace_size(
+        self, *, image_size: int = 0, image_tokens: int = 0, context_length: int = 0
+    ) -> "Architecture":
+        """Return the architecture for other sizes of images and texts; 0 keeps the current one."""
         vision = self.vision.replace_size(image_size) if image_size else self.vision
+        vision = vision.replace_tokens(image_tokens) if image_tokens else vision
         text = self.text.replace_size(context_length) if context_length else self.text
         return replace(self, vision=vision, text=text)
 

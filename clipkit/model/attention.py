@@ -27,6 +27,10 @@ _projection_lock = threading.Lock()  # held while the projection of a tower of o
 
 def attention_blocks(model: CLIP) -> list[nn.Module]:
     """Return the blocks of a ViT in order: the longest list of modules of one class that have an ``attn``."""
+    if model.architecture.vision.budget is not None:
+        raise ConfigError(
+            f"{model.name or 'the model'} reads images of variable size, for which there are no attention maps"
+        )
     blocks: list[nn.Module] = []
     for modules in model.visual.modules():
         if not isinstance(modules, nn.ModuleList | nn.Sequential) or len(modules) <= len(blocks):

@@ -19,6 +19,7 @@ from clipkit.model.architectures import Adapters, Architecture, Decoder
 from clipkit.model.cpu import has_bfloat16_products
 from clipkit.model.decoder import CaptionDecoder, CaptionWordHead, TextInput
 from clipkit.model.masked import MaskedPatchHead
+from clipkit.model.naflex import Grids
 from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import Preprocess
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer
@@ -261,17 +262,23 @@ class CLIP(nn.Module):
         normalize: bool = True,
         patches: Tensor | None = None,
         projections: Tensor | None = None,
+        grids: Grids | None = None,
     ) -> Tensor:
         """Encode images to (B, O), in float32 for all dtypes of the tower (float64 for a float64 model).
 
         Args:
             images: (B, C, S, S) uint8, or normalized float; or their pooled features (B, W), see ``pool_images``.
+                Images of variable size are strips, see ``clipkit.model.naflex``.
             patches: (B, K) int64, the patches of each image to compute, see ``draw_patches``; None for all.
             projections: (B,) int64, the projection of each image: 0 for the image tower's, i for the i-th of
                 ``image_projections``; None: the image tower's for all.
+            grids: grids of strips, if they are known on the host.
         """
         if images.ndim == 2:
             features = self.architecture.vision.project(self.visual, images)
+        elif self.architecture.vision.budget is not None and patches is None:
+            by_source = self._select_projections(projections)
+            features = self.visual(images, colors=self.colors, by_source=by_source, grids=grids)
         elif self.architecture.vision.patches is not None:
             colors = self.colors if images.dtype == torch.uint8 else None
             by_source = self._select_projections(projections)
@@ -612,7 +619,7 @@ def create(shape: str | Architecture, *, name: str = "", seed: int | None = None
 
 def _default_preprocess(shape: Architecture) -> Preprocess:
     vision = shape.vision
-    rgb = Preprocess(image_size=vision.image_size)
+    rgb = vision.fit_preprocess(Preprocess(image_size=vision.image_size))
     if vision.color_range is not None:
         mean, std = vision.color_range
         rgb = replace(rgb, mean=(mean,) * 3, std=(std,) * 3)

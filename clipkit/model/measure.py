@@ -488,7 +488,7 @@ def copy_without_values(model: _Module) -> _Module:
 
 
 def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
-    """Measure the FLOPs of encoding one image.
+    """Measure the FLOPs of encoding one image, of the most patches if images are of variable size.
 
     Args:
         model: the model; parameters that require no gradient are not trained.
@@ -500,9 +500,10 @@ def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
     vision = model.architecture.vision
 
     def encode(shadow: CLIP) -> Tensor:
-        images = torch.empty(_ROWS, vision.channels, vision.image_size, vision.image_size, dtype=torch.uint8)
+        images = torch.empty(_ROWS, *vision.input_shape, dtype=torch.uint8)
         kept = None if patches is None else torch.empty(_ROWS, patches, dtype=torch.int64)
-        return shadow.encode_image(images, patches=kept)
+        grids = [(1, vision.image_tokens)] * _ROWS if vision.image_tokens else None
+        return shadow.encode_image(images, patches=kept, grids=grids)
 
     return _flops_of(encode, model)
 

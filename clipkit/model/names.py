@@ -29,6 +29,7 @@ from clipkit.model.architectures import (
     ClassTable,
     Decoder,
     ImageArchitecture,
+    NaFlexTower,
     PixelTower,
     TextArchitecture,
     TextTower,
@@ -52,6 +53,7 @@ OPEN_CLIP = "open_clip:"
 # provides all that other code needs to know (``ImageArchitecture``, ``TextArchitecture``).
 IMAGE_TOWERS: dict[str, type[ImageArchitecture]] = {
     "vit": VisionTower,
+    "naflex": NaFlexTower,
     "open_clip_vision": OpenClipVision,
     "timm": TimmVision,
     "pixels": PixelTower,
@@ -109,6 +111,7 @@ def create_architecture(
     text: str = "",
     text_options: Mapping[str, Any] | None = None,
     image_size: int = 0,
+    image_tokens: int = 0,
     context_length: int = 0,
 ) -> Architecture:
     """Create an architecture from the values of settings.
@@ -120,6 +123,7 @@ def create_architecture(
         text: selects one of ``TEXT_TOWERS``, such as ``cbow``; or "".
         text_options: its options, see ``TowerArchitecture.replace_options``.
         image_size: side of the images in pixels; 0 for the default.
+        image_tokens: most patches of an image of variable size; 0 for square images.
         context_length: maximum number of tokens; 0 for the default.
     """
     check_names(name, image, text, called="name")
@@ -138,7 +142,7 @@ def create_architecture(
         shape = replace(shape, text=tower.replace_options(text_options or {}))
     elif text_options:
         raise ConfigError("text_options require model.text, such as transformers:NAME")
-    return shape.replace_size(image_size=image_size, context_length=context_length)
+    return shape.replace_size(image_size=image_size, image_tokens=image_tokens, context_length=context_length)
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from clipkit.errors import CheckpointError, ConfigError, DataError
+from clipkit.model.naflex import PatchBudget
 from clipkit.samples.decode import load_image, pillow_errors, to_array
 from clipkit.samples.depth import Bands, PixelRange, is_pixel_range, parse_pixel_range
 from clipkit.samples.traits import Color, Decoding, Traits, color_of, is_rgb
@@ -58,6 +59,8 @@ class Preprocess:
         fill_color: value of the padding in all channels, 0–255.
         background: red, green and blue, 0–255, behind transparent images; None drops the alpha channel.
         pixel_range: the values of deep images that become black and white, see ``clipkit.samples.depth``.
+        patches: for a model of images of variable size: images become strips of patches instead of squares, without
+            a crop, see ``clipkit.model.naflex``; ``resize_mode`` is not used then.
     """
 
     image_size: int
@@ -70,6 +73,7 @@ class Preprocess:
     background: Color | None = field(default=None, repr=False)
     upright: bool = field(default=False, repr=False)
     pixel_range: PixelRange = field(default="auto", repr=False)
+    patches: PatchBudget | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         def is_finite(values: tuple[float, ...]) -> bool:
@@ -89,6 +93,7 @@ class Preprocess:
             ("background", background is None or is_rgb(background), "three whole numbers from 0 to 255"),
             ("upright", type(self.upright) is bool, "true or false"),
             ("pixel_range", pixel_range == "auto" or is_pixel_range(pixel_range), "auto, dtype or LOW,HIGH"),
+            ("patches", isinstance(self.patches, PatchBudget | None), "the side and the number of patches"),
         ):
             if not is_valid:
                 raise ConfigError(f"{name} must be {expected}, not {getattr(self, name)!r}")
@@ -98,7 +103,16 @@ class Preprocess:
         values = asdict(self)
         for name in ("background", "upright", "pixel_range"):
             del values[name]
+        if self.patches is None:
+            del values["patches"]
         return values | self.decoding.to_dict()
+
+    @property
+    def input_shape(self) -> tuple[int, int, int]:
+        """Shape of a preprocessed image: (C, S, S), or that of a strip of patches."""
+        if self.patches is not None:
+            return self.patches.strip_shape(self.channels)
+        return self.channels, self.image_size, self.image_size
 
     @property
     def channels(self) -> int:
@@ -165,6 +179,8 @@ class Preprocess:
                 arguments[name] = tuple(map(float, numbers))
             if isinstance(arguments.get("background"), list):
                 arguments["background"] = tuple(arguments["background"])
+            if isinstance(arguments.get("patches"), dict):
+                arguments["patches"] = PatchBudget(**arguments["patches"])
             if "pixel_range" in arguments:
                 arguments["pixel_range"] = parse_pixel_range(arguments["pixel_range"])
             if arguments.get("interpolation") == "random":
@@ -177,6 +193,8 @@ class Preprocess:
 
 def eval_pixels(source: ImageLike, preprocess: Preprocess) -> Tensor:
     """Convert an image to the model's input, (C, S, S) uint8, bit for bit as open_clip's evaluation.
+
+    With ``preprocess.patches``, it is a strip of patches, see ``clipkit.model.naflex``.
 
     The exception are images so long that they would have more than 2**24 pixels after resizing (for 224 pixels, an
     aspect ratio above 334): only the part that the crop keeps is resized, and values may differ by rounding.
@@ -205,11 +223,16 @@ def pixels_and_traits(source: ImageLike, preprocess: Preprocess) -> tuple[Tensor
         if isinstance(source, str | PathLike):
             raise type(error)(f"image {Path(source)}: {error}") from error
         raise
-    return torch.from_numpy(pixels.copy()), traits  # (C, S, S)
+    resized = torch.from_numpy(pixels.copy())  # (C, S, S)
+    if preprocess.patches is None:
+        return resized, traits
+    strip = torch.empty(preprocess.input_shape, dtype=torch.uint8)
+    preprocess.patches.write_strip(resized, strip)
+    return strip, traits
 
 
 def preprocess_images(images: Sequence[ImageLike], preprocess: Preprocess) -> Tensor:
-    """Convert images to (N, 3, S, S) uint8, each by ``eval_pixels``."""
+    """Convert images to (N, 3, S, S) uint8, or strips, each by ``eval_pixels``."""
     return torch.stack([eval_pixels(image, preprocess) for image in images])
 
 
@@ -262,13 +285,16 @@ def _read_source(source: ImageLike, channels: int) -> Union[bytes, Bands, "Image
 
 
 def _resize_image(image: "Image", preprocess: Preprocess) -> "Image":
-    """Resize an image to S x S in its own mode, with open_clip's rounding."""
+    """Resize an image to S x S, or to a grid of patches, in its own mode, with open_clip's rounding."""
     from PIL import ImageOps
     from PIL.Image import Resampling
 
     size = preprocess.image_size
     resample = Resampling[preprocess.interpolation.upper()]
     width, height = image.size
+    if preprocess.patches is not None:
+        high, wide = preprocess.patches.fit_size(height, width)
+        return image.resize((wide, high), resample)
     if preprocess.resize_mode == "squash":
         return image.resize((size, size), resample)
     if preprocess.resize_mode == "longest":

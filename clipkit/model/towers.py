@@ -23,7 +23,7 @@ from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
 # tokens. Attention over a packed row is torch's ``varlen_attn`` on CUDA in half precision, otherwise plain
-# attention over all texts of one length at a time.
+# attention over all texts of one length at a time. Images of variable size are packed as texts are.
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -442,8 +442,12 @@ class AttentionPooling(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """(B, 1 + K, D) with the class token first → (B, D)."""
-        probe = self.probe.to(tokens.dtype).expand(len(tokens), 1, -1)
-        x = self.attn.attend_query(tokens[:, 1:], probe, Padded())[:, 0]
+        return self.pool_rows(tokens[:, 1:], Padded())
+
+    def pool_rows(self, tokens: Tensor, rows: Rows) -> Tensor:
+        """Pool all tokens of each image: (B, K, D), or packed (T, D) → (B, D)."""
+        probe = self.probe.to(tokens.dtype).expand_as(rows.select_readout(tokens))
+        x = self.attn.attend_query(tokens, probe, rows).flatten(0, -2)
         out: Tensor = x + self.mlp(self.norm(x))
         return out
 

@@ -604,7 +604,8 @@ def describe_model(model: CLIP, *, device: torch.device, bf16: bool) -> str:
     name = model.name
     named = ARCHITECTURES.get(name)
     vision = model.architecture.vision
-    if named is not None and vision.replace_size(named.vision.image_size) != named.vision:
+    is_other = bool(vision.image_tokens)
+    if named is not None and (is_other or vision.replace_size(named.vision.image_size) != named.vision):
         name += f" ({vision.description})"
     return f"{name}, {parameters / 1e6:.1f} M parameters, {precision} on {world_size()} × {device.type}"
 

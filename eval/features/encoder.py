@@ -263,10 +263,9 @@ class Encoder:
     @cached_property
     def _width(self) -> int:
         """W."""
-        size = self.model.preprocess.image_size
         with evaluation_mode(self.model), torch.inference_mode():
-            channels = self.model.preprocess.channels
-            zeros = torch.zeros(1, channels, size, size, dtype=torch.uint8, device=self.device)
+            shape = self.model.preprocess.input_shape
+            zeros = torch.zeros(1, *shape, dtype=torch.uint8, device=self.device)
             return image_representations(self.model, zeros).before_projection.shape[1]
 
     @cached_property

@@ -18,6 +18,7 @@ import clipkit
 import eval as evaluation
 from clipkit import CLIP
 from clipkit.errors import ConfigError, DataError
+from clipkit.model.clip import create
 from clipkit.model.zero_shot import attach_class_head
 from data.options import PackOptions
 from data.pack import pack
@@ -38,7 +39,12 @@ def by_metric(scores: list[Score]) -> dict[str, Score]:
     return {score.metric: score for score in scores}
 
 
-def test_encoder_features_equal_public_api(model: CLIP, write_dataset: WriteDataset) -> None:
+@pytest.mark.parametrize("image_tokens", [0, 9])
+def test_encoder_features_equal_public_api(
+    model: CLIP, write_dataset: WriteDataset, image_tokens: int
+) -> None:
+    if image_tokens:
+        model = create(model.architecture.replace_size(image_tokens=image_tokens), seed=0).eval()
     dataset = evaluation.open_dataset(write_dataset())
     seen: list[int] = []
     model.train()

@@ -30,7 +30,7 @@ from clipkit.inference.inputs import Item, Stream
 from clipkit.inference.storage import content_digest
 from clipkit.inference.stream import FeatureStream
 from clipkit.model.architectures import TextTower
-from clipkit.model.clip import CLIP
+from clipkit.model.clip import CLIP, create
 from clipkit.options import EncodeOptions
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
@@ -119,7 +119,12 @@ def whole(photos: Path, model: CLIP, tmp_path_factory: pytest.TempPathFactory) -
     return tree(out)
 
 
-def test_embeddings_equal_the_model_in_image_order(photos: Path, model: CLIP, tmp_path: Path) -> None:
+@pytest.mark.parametrize("image_tokens", [0, 12])
+def test_embeddings_equal_the_model_in_image_order(
+    photos: Path, model: CLIP, tmp_path: Path, image_tokens: int
+) -> None:
+    if image_tokens:
+        model = create(model.architecture.replace_size(image_tokens=image_tokens), seed=0).eval()
     done = encode_folder(photos, tmp_path / "out", model)
     good = [path for path in sorted(photos.rglob("*.png"), key=str) if path.read_bytes() != b"broken"]
     rows = rows_of(tmp_path / "out")
