@@ -245,6 +245,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         pin_memory=device.type == "cuda",
         decode_later=config.data.nvjpeg,
         stages=small_stages(config.small, image_size=size, context_length=length),
+        patches=model.architecture.vision.budget,
         teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
         text_dropout=config.data.text_dropout,
         lists_words=any(term.reads_words for term in select_terms(config).values()),

@@ -42,6 +42,7 @@ class Batch:
         tokens: (B, L) int64, trimmed to the longest caption of this part; or with ``lock.store`` pooled features
             (B, W) float32, also in place of other tokens.
         lengths: B token counts, including the end of text.
+        grids: rows and columns of patches of each image, if images are strips, see ``clipkit.model.naflex``.
         more: ((K - 1) B, L) int64, the second captions of all images, the third, …, with ``data.caption_count`` K;
             then there are KB ``identities``. ``more_lengths`` are as ``lengths``.
         negatives: (B, L) int64, a wrong caption of each image, or again the caption of an image that has none; None
@@ -75,6 +76,7 @@ class Batch:
     lengths: tuple[int, ...]
     ids: Tensor
     identities: Tensor
+    grids: tuple[tuple[int, int], ...] | None = None
     first_row: int = 0
     rank_rows: tuple[int, ...] = ()
     fault: str = ""

@@ -523,6 +523,13 @@ class ModelConfig(Section):
         "the weights. Empty: the text tower's own, or that of model.weights.",
     )
     image_size: int = setting(0, "Image side in pixels; 0: the architecture's default.", at_least(0))
+    image_tokens: int = setting(
+        0,
+        "Most patches of an image of variable size and aspect ratio (NaFlex), such as 256, for clipkit's ViT with "
+        "shape.pool=class or map: images are resized to a grid of whole patches, keep their aspect ratio and are "
+        "cropped only by data.crop_scale. Position embeddings are interpolated to each grid. 0: square images.",
+        between(0, 65_536),
+    )
     context_length: int = setting(
         0, "Maximum caption length in tokens; 0: the architecture's default.", at_least(0)
     )
@@ -586,7 +593,8 @@ class ModelConfig(Section):
         tower = self._text_tower
         # omit the path of the file of class names
         text = tower.setting.partition(":")[0] if tower is not None and tower.over_classes else self.text
-        return " + ".join(filter(None, (self.name, self.image, text)))
+        patches = f"{self.image_tokens} patches" if self.image_tokens else ""
+        return " + ".join(filter(None, (self.name, patches, self.image, text)))
 
     @property
     def tower_options(self) -> dict[str, Any]:
@@ -1167,6 +1175,7 @@ class Config(Section):
             require(not self.model.new_head, "model.new_head", True, alone)
         self._check_projections()
         self._check_stored_features()
+        self._check_image_tokens()
         import_attribute("clipkit.training:OPTIMIZERS")[self.optim.name].check(self)
         import_attribute("clipkit.objectives:check_objectives")(self)
 
@@ -1194,6 +1203,23 @@ class Config(Section):
             settings["data.text_dropout"] = self.data.text_dropout
         for name, value in settings.items():
             require(not value, name, value, alone)
+
+    def _check_image_tokens(self) -> None:
+        """Refuse what needs images of one size if images are of variable size."""
+        if not self.model.image_tokens:
+            return
+        settings = {
+            "compile": self.compile,
+            "data.nvjpeg": self.data.nvjpeg,
+            "distill.teacher": "" if self.distill.is_average else self.distill.teacher,
+            "lock.store": self.lock.stores("image"),
+            "model.image_size": self.model.image_size,
+            "model.image_weights": self.model.image_weights,
+            "model.patch_dropout": self.model.patch_dropout,
+            "small.image_size": self.small.image_size,
+        }
+        for name, value in settings.items():
+            require(not value, name, value, "cannot be combined with model.image_tokens")
 
     def _check_projections(self) -> None:
         sources = self.data.sources

@@ -251,6 +251,12 @@ class InterpolateOptions(NameOptions):
         integers(0, _MOST),
         default_text="their own",
     )
+    image_tokens: int = setting(
+        0,
+        "load all models for images of at most so many patches, as with model.image_tokens",
+        integers(0, _MOST),
+        default_text="their own",
+    )
     context_length: int = setting(
         0,
         "load all models at this text length, as with model.context_length",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from clipkit.config import RENAMED, DataConfig, load_config
 from clipkit.errors import ConfigError, DataError
+from clipkit.model import PatchBudget
 from clipkit.samples import (
     Decoding,
     Traits,
@@ -47,7 +48,8 @@ class Augmentation:
 
     Attributes:
         crop_scale: smallest fraction of the area that a random crop covers; 1 takes the center square.
-        crop_aspect: largest ratio of the sides of a random crop, in both directions.
+        crop_aspect: largest ratio of the sides of a random crop, in both directions; of images of variable size,
+            relative to the ratio of the image.
         flip: probability of mirroring.
         vertical_flip: probability of turning the image upside down.
         rotate90: probability of a rotation by 90, 180 or 270 degrees.
@@ -140,11 +142,12 @@ def preload(augmentation: Augmentation) -> None:
         from torchvision.transforms.v2 import functional  # noqa: F401
 
 
-def empty_batch(count: int, image_size: int, channels: int = 3) -> Tensor:
-    """Return an uninitialized (B, C, S, S) uint8 tensor in channels-last memory format."""
-    return torch.empty(
-        (count, channels, image_size, image_size), dtype=torch.uint8, memory_format=torch.channels_last
-    )
+def empty_batch(
+    count: int, image_size: int, channels: int = 3, *, patches: PatchBudget | None = None
+) -> Tensor:
+    """Return an uninitialized (B, C, S, S) uint8 tensor in channels-last memory format, or one of strips."""
+    shape = patches.strip_shape(channels) if patches else (channels, image_size, image_size)
+    return torch.empty((count, *shape), dtype=torch.uint8, memory_format=torch.channels_last)
 
 
 CROP, SUBSTITUTE, CAPTION, NEGATIVE, WORDS = range(5)  # purposes of random numbers; part of their seed
@@ -163,11 +166,13 @@ def training_pixels(
     random: np.random.Generator,
     out: Tensor,
     decoding: Decoding | None = None,
+    patches: PatchBudget | None = None,
 ) -> Traits:
     """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased bicubic resizing, then the changes.
 
     The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio of at most ``crop_aspect``
-    (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square.
+    (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square. With ``patches``, ``out`` is a
+    strip of patches, see ``clipkit.model.naflex``, and a ``crop_scale`` of 1 takes the whole image.
 
     Args:
         data: content of the image file.
@@ -176,6 +181,7 @@ def training_pixels(
         random: generator for this image, see ``random_of``.
         out: output, such as a row of ``empty_batch``; undefined after an error.
         decoding: handling of depth, transparency and orientation; default: open_clip's.
+        patches: sizes of strips.
 
     Returns:
         The image's traits, which decoding may have ignored.
@@ -184,14 +190,16 @@ def training_pixels(
     size = jpeg_size(data) if augmentation.scaled_decode else None
     if size is None:
         image, traits = decode_pixels(data, decoding)
-        recipe = draw_recipe(image.shape[1], image.shape[2], augmentation, random)
+        recipe = draw_recipe(*image.shape[1:], augmentation, random, is_square=patches is None)
         box = recipe.box
     else:  # draw the crop before decoding, so that it is the same at every scale
         if decoding.upright and jpeg_orientation(data) >= 5:  # these swap height and width
             size = size[1], size[0]
-        recipe = draw_recipe(*size, augmentation, random)
+        recipe = draw_recipe(*size, augmentation, random, is_square=patches is None)
         box = recipe.box
-        by = next((by for by in _REDUCTIONS if min(box[2:]) >= by * _MARGIN * image_size), 1)
+        sides = patches.fit_size(*box[2:]) if patches else (image_size, image_size)
+        excess = min(length / side for length, side in zip(box[2:], sides, strict=True))
+        by = next((by for by in _REDUCTIONS if excess >= by * _MARGIN), 1)
         image, traits = decode_pixels(data, decoding, reduce=by)
         if image.shape[1:] != size:  # Pillow decodes some files at full size
             if image.shape[1:] != tuple(-(-side // by) for side in size):
@@ -206,13 +214,24 @@ def training_pixels(
     cut = image.transpose(1, 2, 0)[top : top + height, left : left + width]
     cut = np.require(cut, requirements=("C", "W"))
     # a batch with channels last; torch would not recognize pixels[None] as such and copy the result
-    _finish(torch.from_numpy(cut[None]).permute(0, 3, 1, 2), recipe, out)
+    _finish(torch.from_numpy(cut[None]).permute(0, 3, 1, 2), recipe, out, patches)
     return traits
 
 
-def draw_recipe(height: int, width: int, augmentation: Augmentation, random: np.random.Generator) -> Recipe:
-    """Draw the random changes for an image of this size; disabled options draw no random numbers."""
-    box = _crop(height, width, augmentation.crop_scale, augmentation.crop_aspect, random)
+def draw_recipe(
+    height: int,
+    width: int,
+    augmentation: Augmentation,
+    random: np.random.Generator,
+    *,
+    is_square: bool = True,
+) -> Recipe:
+    """Draw the random changes for an image of this size; disabled options draw no random numbers.
+
+    ``is_square`` is whether the crop is resized to a square.
+    """
+    aspect = 1.0 if is_square else width / height
+    box = _crop(height, width, augmentation.crop_scale, augmentation.crop_aspect, random, around=aspect)
     mirrored = bool(augmentation.flip) and random.random() < augmentation.flip
     strength = augmentation.color_jitter
     colors = None
@@ -255,12 +274,13 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
     _finish(pixels[None, :, top : top + height, left : left + width], recipe, out)
 
 
-def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
-    """Resize, flip, rotate, distort, recolor and blur a crop, (1, C, H, W) uint8 → (C, S, S) uint8."""
-    if crop.shape[1:] != out.shape:
+def _finish(crop: Tensor, recipe: Recipe, out: Tensor, patches: PatchBudget | None = None) -> None:
+    """Resize, flip, rotate, distort, recolor and blur a crop, (1, C, H, W) uint8 → (C, S, S) uint8 or a strip."""
+    size = tuple(out.shape[1:]) if patches is None else patches.fit_size(*recipe.box[2:])
+    if crop.shape[2:] != size:
         source = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
-            source, size=out.shape[1:], mode="bicubic", align_corners=False, antialias=True
+            source, size=size, mode="bicubic", align_corners=False, antialias=True
         )
         crop = resized if resized.dtype == torch.uint8 else resized.round_().clamp_(0, 255).to(torch.uint8)
     pixels = crop[0]  # (3, S, S)
@@ -290,26 +310,38 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor) -> None:
         if recipe.blur:
             radius = min(math.ceil(3 * recipe.blur), pixels.shape[-1] - 1)
             pixels = functional.gaussian_blur(pixels, [2 * radius + 1] * 2, [recipe.blur] * 2)
-    out.copy_(pixels)
+    if patches is None:
+        out.copy_(pixels)
+    else:
+        patches.write_strip(pixels, out)
 
 
 def _crop(
-    height: int, width: int, crop_scale: float, crop_aspect: float, random: np.random.Generator
+    height: int,
+    width: int,
+    crop_scale: float,
+    crop_aspect: float,
+    random: np.random.Generator,
+    *,
+    around: float = 1.0,
 ) -> _Box:
-    """Draw a crop; after ``_TRIES`` invalid draws, use the largest center crop of an allowed aspect ratio."""
+    """Draw a crop; after ``_TRIES`` invalid draws, use the largest center crop of an allowed aspect ratio.
+
+    Aspect ratios are from ``around / crop_aspect`` to ``around * crop_aspect``.
+    """
     if crop_scale < 1:
         for _ in range(_TRIES):
             area = height * width * random.uniform(crop_scale, 1.0)
-            aspect = math.exp(random.uniform(math.log(1 / crop_aspect), math.log(crop_aspect)))
+            aspect = around * math.exp(random.uniform(math.log(1 / crop_aspect), math.log(crop_aspect)))
             crop_width = round(math.sqrt(area * aspect))
             crop_height = round(math.sqrt(area / aspect))
             if 0 < crop_width <= width and 0 < crop_height <= height:
                 top = int(random.integers(height - crop_height + 1))
                 left = int(random.integers(width - crop_width + 1))
                 return top, left, crop_height, crop_width
-        low, high = 1 / crop_aspect, crop_aspect
+        low, high = around / crop_aspect, around * crop_aspect
     else:
-        low = high = 1.0
+        low = high = around
     crop_height = min(height, round(width / low))
     crop_width = min(width, round(height * high))
     return (height - crop_height) // 2, (width - crop_width) // 2, max(1, crop_height), max(1, crop_width)

@@ -3,6 +3,7 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
+import math
 import os
 import time
 import warnings
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 from clipkit.batch import BadSample, Batch
 from clipkit.config import SmallConfig
 from clipkit.errors import DataError
-from clipkit.model import MAX_CHARACTERS, select_distinct
+from clipkit.model import MAX_CHARACTERS, PatchBudget, select_distinct
 from clipkit.samples import (
     Decoding,
     PixelRangeError,
@@ -179,6 +180,7 @@ class Loader:
         pin_memory: copy batches to page-locked memory.
         decode_later: leave plain JPEGs to ``on_device``, except those that must be rotated.
         stages: smaller sizes for the first steps; the crops are the same at every size.
+        patches: sizes of strips, which images of variable size become instead of squares of side S.
         teacher: stored features of the samples.
         backbone: features that take the place of images or tokens; None: all are made.
         text_dropout: probability that a word of a caption is left out, except those of the prefix.
@@ -197,6 +199,7 @@ class Loader:
     pin_memory: bool = False
     decode_later: bool = False
     stages: tuple[Stage, ...] = ()
+    patches: PatchBudget | None = None
     teacher: StoredFeatures | None = None
     backbone: BackboneFeatures | None = None
     text_dropout: float = 0.0
@@ -245,6 +248,8 @@ class Loader:
         """Return how many batches each worker makes ahead, fewer if they are large."""
         rows = len(self.order.part(self.rank, self.world_size))
         batch = rows * self.decoding.channels * self.image_size**2
+        if self.patches is not None:
+            batch = rows * math.prod(self.patches.strip_shape(self.decoding.channels))
         if self.backbone is not None and self.backbone.stores_images:
             batch = rows * self.backbone.image_width * 4
         one_of_each = batch * self.num_workers
@@ -303,6 +308,7 @@ class Loader:
         ids, identities = ids_and_identities(draw.ids, *columns)
         return LoaderBatch(
             images=self.backbone.read_images(part.views) if self.backbone and part.views else part.images,
+            grids=tuple(self.patches.read_grids(part.images)) if self.patches else None,
             tokens=tokens,
             lengths=lengths[:rows],
             ids=ids,
@@ -375,7 +381,8 @@ class Loader:
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
         if self.backbone is not None and self.backbone.stores_images:
             return torch.empty(count, self.backbone.image_width)
-        return empty_batch(count, stage.image_size if stage else self.image_size, self.decoding.channels)
+        size = stage.image_size if stage else self.image_size
+        return empty_batch(count, size, self.decoding.channels, patches=self.patches)
 
     @property
     def _has_negatives(self) -> bool:
@@ -492,6 +499,7 @@ class Loader:
                 random=random,
                 out=part.images[row],
                 decoding=self.decoding,
+                patches=self.patches,
             )
         part.traits.add(traits)
 

@@ -57,7 +57,7 @@ class FineTune:
         run: the run folder.
         weights: the start weights, as a command names them.
         architecture: the model's name if a command needs it to load the start weights, else "".
-        load_start: loads the start weights; keywords ``image_size`` and ``context_length``, 0 for their own.
+        load_start: loads the start weights; keywords are sizes as for ``clipkit.load``.
         last: the last checkpoint.
         best: the checkpoint with the best score; None without ``checkpoint.best``, or if it is not kept.
         checkpoints: number of checkpoints among which the best one was chosen; 1 without a choice.
@@ -157,7 +157,9 @@ def _name_step(checkpoint: Path) -> str:
 
 def _list_sizes(model: CLIP) -> dict[str, int]:
     shape = model.architecture
-    return {"image_size": shape.vision.image_size, "context_length": shape.text.context_length}
+    vision = shape.vision
+    tokens = {"image_tokens": vision.image_tokens} if vision.image_tokens else {}
+    return {"image_size": vision.image_size, **tokens, "context_length": shape.text.context_length}
 
 
 def _load_start(tune: FineTune, trained: CLIP, **sizes: int) -> CLIP:

@@ -102,14 +102,13 @@ def load_interpolatable(
     *,
     name: str = "",
     device: str = "cpu",
-    image_size: int = 0,
-    context_length: int = 0,
+    **sizes: int,
 ) -> Iterator[CLIP]:
-    """Load models one by one, see ``clipkit.load``; refuse those unlike the first, and duplicates."""
+    """Load models one by one at sizes of ``clipkit.load``; refuse those unlike the first, and duplicates."""
     first: CLIP | None = None
     sources_by_hash: dict[str, str] = {}
     for source in sources:
-        model = load(source, name=name, device=device, image_size=image_size, context_length=context_length)
+        model = load(source, name=name, device=device, **sizes)
         model.set_words(None)  # see ``interpolate``
         if first is None:
             first = model
@@ -135,7 +134,11 @@ def run_interpolate(options: InterpolateOptions) -> int:
     for folder in folders:
         check_free(folder)
     models = load_interpolatable(
-        sources, name=options.name, image_size=options.image_size, context_length=options.context_length
+        sources,
+        name=options.name,
+        image_size=options.image_size,
+        image_tokens=options.image_tokens,
+        context_length=options.context_length,
     )
     first = next(models)
     origins, ground = [first.origin], first.preprocess

@@ -26,6 +26,7 @@ from clipkit.model.cpu import keep_memory, open_core_pool, run_parallel
 from clipkit.model.generate import caption_likelihoods, generate_captions
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.model.measure import architecture_gflops, image_gflops
+from clipkit.model.naflex import PatchBudget
 from clipkit.model.names import IMAGE_TOWERS, TEXT_TOWERS, create_architecture
 from clipkit.model.preprocess import Preprocess, eval_pixels, pixels_and_traits
 from clipkit.model.tokenizer import (
@@ -50,8 +51,8 @@ from clipkit.model.zero_shot import (
 __all__ = [
     "ARCHITECTURES", "CLIP", "CONTEXT_LENGTH", "END_OF_TEXT", "IMAGE_TOWERS", "MAX_CHARACTERS", "QUICKGELU",
     "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
-    "ImageArchitecture", "OpenClipText", "OpenClipVision", "Preprocess", "TextArchitecture", "TextTower",
-    "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
+    "ImageArchitecture", "OpenClipText", "OpenClipVision", "PatchBudget", "Preprocess", "TextArchitecture",
+    "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
     "attention_blocks", "caption_likelihoods", "combine_features", "create_architecture", "create_tokenizer",
     "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode", "fill_template",
     "find_indistinguishable_classes",

@@ -133,6 +133,7 @@ class CLIP(nn.Module):
         then: Callable[["CLIP", Tensor, Tensor, Sequence[Tensor]], Tensor] | None = None,
         on_texts: Callable[[Tensor], None] | None = None,
         projections: Tensor | None = None,
+        grids: Grids | None = None,
     ) -> tuple[Tensor, ...]:
         """Encode pairs, texts first.
 
@@ -147,6 +148,7 @@ class CLIP(nn.Module):
                 tokens' place.
             on_texts: called with the text features before images are encoded, such as to send them meanwhile.
             projections: (B,) int64, see ``encode_image``.
+            grids: see ``encode_image``.
 
         Returns:
             image features (B, O) and text features (B, O), unit norm, the scalar exp(t), and SigLIP's bias if any.
@@ -167,7 +169,7 @@ class CLIP(nn.Module):
             image, image_tokens = self.image_tokens(images, patches=patches, projections=projections)
             decoder_tokens.insert(0, image_tokens)
         else:
-            image = self.encode_image(images, patches=patches, projections=projections)
+            image = self.encode_image(images, patches=patches, projections=projections, grids=grids)
         if then is not None:
             decoder_tokens = [then(self, images, image, decoder_tokens)]
         return image, text, self.logit_scale.exp(), *bias, *decoder_tokens

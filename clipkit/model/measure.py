@@ -488,11 +488,11 @@ def copy_without_values(model: _Module) -> _Module:
 
 
 def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
-    """Measure the FLOPs of encoding one image, of the most patches if images are of variable size.
+    """Measure the FLOPs of encoding one image.
 
     Args:
         model: the model; parameters that require no gradient are not trained.
-        patches: number of patches that are kept; None for all.
+        patches: number of patches that are kept, or of an image of variable size; None for all, or the most.
 
     Raises:
         Unmeasurable: the tower reads values.
@@ -501,9 +501,10 @@ def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
 
     def encode(shadow: CLIP) -> Tensor:
         images = torch.empty(_ROWS, *vision.input_shape, dtype=torch.uint8)
+        if vision.image_tokens:
+            return shadow.encode_image(images, grids=[(1, patches or vision.image_tokens)] * _ROWS)
         kept = None if patches is None else torch.empty(_ROWS, patches, dtype=torch.int64)
-        grids = [(1, vision.image_tokens)] * _ROWS if vision.image_tokens else None
-        return shadow.encode_image(images, patches=kept, grids=grids)
+        return shadow.encode_image(images, patches=kept)
 
     return _flops_of(encode, model)
 

@@ -77,6 +77,7 @@ def shape_of(
             text=model.text,
             text_options=model.text_tower_options,
             image_size=model.image_size,
+            image_tokens=model.image_tokens,
             context_length=model.context_length,
         )
     if sizes is not None and sizes.changed:
@@ -132,7 +133,7 @@ def select_shape(config: Config, terms: Mapping[str, Term] | None = None) -> Arc
 
 Tower = TypeVar("Tower", bound=TowerArchitecture)
 _SAME_FEATURES = 1e-3  # difference of unit-norm features that is rounding
-_MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "context_length")}
+_MODEL_SIZES = {name: f"model.{name}" for name in ("image_size", "image_tokens", "context_length")}
 
 
 @contextmanager
@@ -210,7 +211,11 @@ def first_model(
             )  # reads its files now: the checkpoint is deleted when newer ones replace it
     elif model.weights and not model.new_head:
         first = load_start_weights(
-            config, shape, image_size=model.image_size, context_length=model.context_length
+            config,
+            shape,
+            image_size=model.image_size,
+            image_tokens=model.image_tokens,
+            context_length=model.context_length,
         )
         if adapted:
             path = Path(model.weights).expanduser()
@@ -332,11 +337,12 @@ def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
     return first.architecture.vision.channels == 3 != shape.vision.channels
 
 
-def load_start_weights(
-    config: Config, shape: Architecture, *, image_size: int = 0, context_length: int = 0
-) -> CLIP:
-    """Load ``model.weights`` with all channels of the architecture that the run trains; 0 for the stored sizes."""
-    first = _load_weights(config.model, image_size, context_length)
+def load_start_weights(config: Config, shape: Architecture, **sizes: int) -> CLIP:
+    """Load ``model.weights`` with all channels of the architecture that the run trains.
+
+    ``sizes`` are those of ``clipkit.load``.
+    """
+    first = _load_weights(config.model, **sizes)
     if _lacks_channels(first, shape):
         if config.lora.rank:
             raise ConfigError("lora.rank: adapters require model.weights with all of pixels.channels")
@@ -344,9 +350,9 @@ def load_start_weights(
     return first
 
 
-def _load_weights(model: ModelConfig, image_size: int, context_length: int = 0) -> CLIP:
+def _load_weights(model: ModelConfig, **sizes: int) -> CLIP:
     """Load ``model.weights``; a file without an architecture is of ``model.name``."""
-    load_as = partial(load, model.weights, image_size=image_size, context_length=context_length)
+    load_as = partial(load, model.weights, **sizes)
     try:
         return load_as()
     except UnnamedArchitecture:
@@ -354,7 +360,7 @@ def _load_weights(model: ModelConfig, image_size: int, context_length: int = 0) 
 
 
 def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
-    source = _load_weights(model, model.image_size)
+    source = _load_weights(model, image_size=model.image_size, image_tokens=model.image_tokens)
     if _lacks_channels(source, first.architecture):
         source.extend_channels(first.architecture.vision.channels, extend=extend)
     architecture = first.architecture

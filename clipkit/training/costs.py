@@ -42,6 +42,7 @@ from clipkit.model.measure import (
     recompute_function,
     text_flops,
 )
+from clipkit.model.naflex import Grids
 from clipkit.model.names import create_architecture
 from clipkit.objectives import OBJECTIVES, Term, create_state, select_objective, select_terms
 from clipkit.options import Target
@@ -266,7 +267,7 @@ def measure_step(
         work: the workload.
         rows: number of pairs.
         length: tokens of each text; 0: the context length.
-        image_size: side of the images in pixels; 0: the model's.
+        image_size: side of the images in pixels; 0: the model's. Images of variable size have the most patches.
         further: number of further texts of each image.
 
     Raises:
@@ -275,6 +276,7 @@ def measure_step(
     shape = work.model.architecture
     vision = shape.vision
     size = vision.image_size if work.config.lock.stores("image") else image_size or vision.image_size
+    pixels = vision.input_shape if vision.image_tokens else (vision.channels, size, size)
     length = length or shape.text.context_length
     with measuring() as meter:
         shadow = copy_without_values(work.model)
@@ -292,7 +294,7 @@ def measure_step(
             ),
         )
         lock = work.config.lock
-        images = torch.empty(rows, vision.channels, size, size, dtype=torch.uint8)
+        images = torch.empty(rows, *pixels, dtype=torch.uint8)
         tokens = torch.empty(rows * (1 + further), length, dtype=torch.int64)
         words = tokens[:rows]
         with torch.no_grad():
@@ -302,6 +304,7 @@ def measure_step(
                 tokens = shadow.pool_texts(tokens, lengths=(length,) * len(tokens))
         batch = Batch(
             images=images,
+            grids=((1, vision.image_tokens),) * rows if vision.image_tokens else None,
             tokens=tokens[:rows],
             lengths=(length,) * rows,
             more=tokens[rows:] if further else None,
@@ -331,9 +334,9 @@ def _encodes_twice(terms: Mapping[str, Term]) -> bool:
 _FEW = 2  # rows of a step whose FLOPs are measured; with one, batch norms have no variance
 
 
-def flops_of_steps(work: Workload) -> Callable[[Sequence[int], int, Sequence[int]], int] | None:
-    """Return a function from a batch's caption lengths, its image size and the lengths of its further texts to the
-    FLOPs of this rank in a step; None if a tower cannot be measured.
+def flops_of_steps(work: Workload) -> Callable[..., int] | None:
+    """Return a function from a batch's caption lengths, its image size, the lengths of its further texts and the
+    grids of its images of variable size to the FLOPs of this rank in a step; None if a tower cannot be measured.
     """
     model = work.model
     if any(is_sharded(parameter) for parameter in model.parameters()):
@@ -356,8 +359,20 @@ def flops_of_steps(work: Workload) -> Callable[[Sequence[int], int, Sequence[int
             return Polynomial([(both.flops - measure_step(work, _FEW).flops) / _FEW])
         return _fit_lengths(lambda length: text_flops(model, length).both, shape)
 
-    def count(lengths: Sequence[int], image_size: int, further: Sequence[int] = ()) -> int:
+    @cache
+    def fit_images() -> Polynomial:
+        """Return the FLOPs of an image as a function of its patches, less those of the most patches."""
+        most = shape.vision.image_tokens
+        sizes = sorted({1, (1 + most) // 2, most})
+        flops = [image_flops(model, patches=size).both for size in sizes]
+        return Polynomial.fit(sizes, flops, deg=len(sizes) - 1) - flops[-1]
+
+    def count(
+        lengths: Sequence[int], image_size: int, further: Sequence[int] = (), grids: Grids | None = None
+    ) -> int:
         flops = float(fit_pairs(image_size)(np.array(lengths)).sum())
+        if grids:
+            flops += float(fit_images()(np.prod(grids, axis=1)).sum())
         if further:
             flops += float(fit_texts()(np.array(further)).sum())
         return _gradients_of(work) * round(flops + _loss_flops(work, len(lengths)))
@@ -509,7 +524,7 @@ def memory_of(work: Workload, costs: StepCosts | None) -> Memory:
         activations=activations,
         loss=_FLOAT * (features + 3 * logits),
         # this step's and the next one's as they are stored
-        images=vision.channels * vision.image_size**2 * 2 * rows,
+        images=math.prod(vision.input_shape) * 2 * rows,
     )
 
 
@@ -858,7 +873,9 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
         return
     tokens = work.model.architecture.text.context_length
     caption = f"{_flops(estimate.text_flops.both)} a caption of {tokens} tokens"
-    yield "FLOPs", f"{_flops(estimate.image_flops.both)} an image, {caption}"
+    patches = work.model.architecture.vision.image_tokens
+    image = f"an image of {patches} patches, the most," if patches else "an image,"
+    yield "FLOPs", f"{_flops(estimate.image_flops.both)} {image} {caption}"
     taught = work.teacher is not None or work.config.distill.is_average
     step = f"{_flops(estimate.step_flops)} a step of {work.config.batch_size:,} pairs, both passes"
     yield "", f"{step}, with the teacher's" if taught else step

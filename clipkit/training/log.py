@@ -116,7 +116,7 @@ class Log:
         self._profile: Profile | None = None
         if rank0 and profile:
             self._profile = Profile(self._run, profile, device=device, print_line=self.print_line)
-        self._flops: Callable[[Sequence[int], int, Sequence[int]], int] | None = None
+        self._flops: Callable[..., int] | None = None
         self.watch = Stopwatch(device)
         self._rates = StepMetrics(self.watch, device=device, ranks=world_size())
         self._rank_clock = RankClock(sharded=config.sharding != "none")
@@ -172,7 +172,7 @@ class Log:
         flops = 0
         if self._flops is not None:
             further = batch.more_lengths + batch.negative_lengths + batch.field_lengths
-            flops = self._flops(batch.lengths, batch.images.shape[-1], further)
+            flops = self._flops(batch.lengths, batch.images.shape[-1], further, batch.grids)
         self._rates.step(
             samples=self._config.batch_size,
             flops=flops,

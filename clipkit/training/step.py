@@ -606,7 +606,12 @@ class TrainingStep:
 
         # 1. The texts: captions, further and wrong captions and other fields behind them; or all rows of the text
         # tower.
-        pairs: dict[str, Any] = {"images": batch.images, "tokens": batch.tokens, "lengths": batch.lengths}
+        pairs: dict[str, Any] = {
+            "images": batch.images,
+            "tokens": batch.tokens,
+            "lengths": batch.lengths,
+            "grids": batch.grids,
+        }
         if self.objective.texts_are_classes:
             rows = self.objective.text_rows(self.shape.text, len(batch.images))
             pairs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
