@@ -190,7 +190,8 @@ def training_pixels(
     size = jpeg_size(data) if augmentation.scaled_decode else None
     if size is None:
         image, traits = decode_pixels(data, decoding)
-        recipe = draw_recipe(*image.shape[1:], augmentation, random, is_square=patches is None)
+        height, width = image.shape[1:]
+        recipe = draw_recipe(height, width, augmentation, random, is_square=patches is None)
         box = recipe.box
     else:  # draw the crop before decoding, so that it is the same at every scale
         if decoding.upright and jpeg_orientation(data) >= 5:  # these swap height and width
@@ -276,11 +277,11 @@ def follow_recipe(pixels: Tensor, recipe: Recipe, out: Tensor) -> None:
 
 def _finish(crop: Tensor, recipe: Recipe, out: Tensor, patches: PatchBudget | None = None) -> None:
     """Resize, flip, rotate, distort, recolor and blur a crop, (1, C, H, W) uint8 → (C, S, S) uint8 or a strip."""
-    size = tuple(out.shape[1:]) if patches is None else patches.fit_size(*recipe.box[2:])
-    if crop.shape[2:] != size:
+    sides = out.shape[1:] if patches is None else patches.fit_size(*recipe.box[2:])
+    if crop.shape[2:] != sides:
         source = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
-            source, size=size, mode="bicubic", align_corners=False, antialias=True
+            source, size=sides, mode="bicubic", align_corners=False, antialias=True
         )
         crop = resized if resized.dtype == torch.uint8 else resized.round_().clamp_(0, 255).to(torch.uint8)
     pixels = crop[0]  # (3, S, S)

@@ -102,7 +102,7 @@ def load_interpolatable(
     *,
     name: str = "",
     device: str = "cpu",
-    **sizes: int,
+    **sizes: Any,
 ) -> Iterator[CLIP]:
     """Load models one by one at sizes of ``clipkit.load``; refuse those unlike the first, and duplicates."""
     first: CLIP | None = None

@@ -240,6 +240,8 @@ def _convert_siglip2(tensors: dict[str, Tensor], shape: Architecture) -> dict[st
     interpolation has weights that sum to 1. Features are not projected, so the projection is the identity.
     """
     vision = shape.vision
+    assert vision.budget is not None
+    side = vision.budget.side
     bias = tensors.pop("patch_bias", None)
     patches = tensors.get("visual.conv1.weight")
     positions = tensors.get("visual.positional_embedding")
@@ -247,7 +249,6 @@ def _convert_siglip2(tensors: dict[str, Tensor], shape: Architecture) -> dict[st
         raise CheckpointError(
             "the embeddings of patches and of their positions are missing, or of other sizes"
         )
-    side = vision.size_settings["patch"]
     if patches.shape != (len(bias), side * side * vision.channels):
         raise CheckpointError(f"the embeddings of patches have the shape {tuple(patches.shape)}")
     tensors["visual.conv1.weight"] = patches.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
@@ -368,7 +369,8 @@ def build_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict
 def read_patch_budget(config: Mapping[str, Any], vision: ImageArchitecture) -> ImageArchitecture:
     """Return the image tower of a ``Siglip2Model`` with the number of patches of preprocessor_config.json."""
     settings = {**_SIGLIP2_PROCESSOR, **config}
-    side = vision.size_settings["patch"]
+    assert vision.budget is not None
+    side = vision.budget.side
     if settings["patch_size"] != side:
         raise CheckpointError(
             f"{_PROCESSOR}: patch_size = {settings['patch_size']!r} is not that of config.json, {side}"

@@ -337,7 +337,7 @@ def _lacks_channels(first: CLIP, shape: Architecture) -> bool:
     return first.architecture.vision.channels == 3 != shape.vision.channels
 
 
-def load_start_weights(config: Config, shape: Architecture, **sizes: int) -> CLIP:
+def load_start_weights(config: Config, shape: Architecture, **sizes: Any) -> CLIP:
     """Load ``model.weights`` with all channels of the architecture that the run trains.
 
     ``sizes`` are those of ``clipkit.load``.
@@ -350,7 +350,7 @@ def load_start_weights(config: Config, shape: Architecture, **sizes: int) -> CLI
     return first
 
 
-def _load_weights(model: ModelConfig, **sizes: int) -> CLIP:
+def _load_weights(model: ModelConfig, **sizes: Any) -> CLIP:
     """Load ``model.weights``; a file without an architecture is of ``model.name``."""
     load_as = partial(load, model.weights, **sizes)
     try:

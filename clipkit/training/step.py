@@ -323,6 +323,11 @@ class Teacher:
         self._model.to(device)
         self._device = device
         self._bf16 = bf16
+        if self._model.architecture.vision.budget is not None:
+            raise ConfigError(
+                f"distill.teacher = {source!r} reads images of variable size: store its features and set "
+                "distill.features"
+            )
         self._classes: Tensor | None = None  # (C, P)
         if names := student.architecture.text.classes:
             own_names = self._model.architecture.text.classes

@@ -228,11 +228,14 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
         options = {**target.vision.options}
         if target.vision.projection != "linear":
             options["projection"] = target.vision.projection
-    size = target.vision.image_size
+    tokens = target.vision.image_tokens
+    size = 0 if tokens else target.vision.image_size
     alike: dict[str, object] = {}
     for candidate in (name, *ARCHITECTURES, *(builtin + QUICKGELU for builtin in ARCHITECTURES)):
         try:
-            shape = create_architecture(candidate, image=image, image_options=options, image_size=size)
+            shape = create_architecture(
+                candidate, image=image, image_options=options, image_size=size, image_tokens=tokens
+            )
             vision = shape.vision.replace_channels(target.vision.channels)
         except ConfigError:
             continue
@@ -249,6 +252,7 @@ def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
             "model.image": image,
             "model.image_options": json.dumps(options) if options else "",
             "model.image_size": image_size or size,
+            "model.image_tokens": tokens,
             "pixels.channels": target.vision.channels,
         }
         if shape == target:
