@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -97,6 +98,7 @@ def train(folder: Path, out: Path, *, seed: int, tokens: int, steps: int) -> flo
     settings = [
         f"data.train={folder}", f"eval.data={json.dumps([str(folder)])}", f"model.image_tokens={tokens}",
         f"seed={seed}", f"steps={steps}", f"out={out}", "model.name=ViT-Ti-4-16", "data.crop_scale=1",
+        "shape.image_width=64", "shape.image_layers=2",
         f"model.text=classes:{folder}/classes.txt", "loss.name=classes",
         "batch_size=64", "optim.warmup=40", "optim.lr=1e-3", "data.workers=0", "eval.every_steps=0",
     ]  # fmt: skip
@@ -107,15 +109,17 @@ def train(folder: Path, out: Path, *, seed: int, tokens: int, steps: int) -> flo
 
 def compare_scores(options: argparse.Namespace) -> dict[str, object]:
     """Train both ways for each seed."""
-    scores: dict[str, list[float]] = {"center crop": [], "variable size": []}
+    started: dict[str, list[Future[float]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "data"
         write_data(folder)
-        for seed in range(options.seeds):
+        with ThreadPoolExecutor(options.jobs) as pool:
             for name, tokens in (("center crop", 0), ("variable size", 16)):
-                out = Path(temporary) / f"{tokens}-{seed}"
-                scores[name].append(train(folder, out, seed=seed, tokens=tokens, steps=options.steps))
-                print(seed, name, scores[name][-1], flush=True)
+                for seed in range(options.seeds):
+                    out = Path(temporary) / f"{tokens}-{seed}"
+                    run = pool.submit(train, folder, out, seed=seed, tokens=tokens, steps=options.steps)
+                    started.setdefault(name, []).append(run)
+            scores = {name: [run.result() for run in runs] for name, runs in started.items()}
     differences = [b - a for a, b in zip(*scores.values(), strict=True)]
     return {
         "steps": options.steps,
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("part", choices=["scores", "speed"])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--device", default="cpu")
