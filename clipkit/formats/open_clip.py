@@ -59,9 +59,8 @@ def convert_names(tensors: Mapping[str, Tensor], *, flat: bool, decoder: bool = 
             name = "text." + name
         converted[name] = value.reshape(()) if name.startswith("logit_") and value.numel() == 1 else value
     for name in list(converted):
-        if name.endswith(
-            ".running_var"
-        ):  # open_clip's frozen batch norms lack the count, which nothing reads
+        # open_clip's frozen batch norms lack the count, which nothing reads
+        if name.endswith(".running_var"):
             count = f"{name.removesuffix('running_var')}num_batches_tracked"
             converted.setdefault(count, torch.zeros((), dtype=torch.int64))
     return converted
