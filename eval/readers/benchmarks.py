@@ -212,7 +212,7 @@ _TABLES = ("Flickr8k.token.txt", "captions.txt")
 # image, image and index of the caption, then three ratings, or the fraction of yes and the numbers of yes and no
 JUDGMENTS = {
     "ExpertAnnotations.txt": re.compile(r"([^\t]+)\t([^\t]+)#(\d+)\t([1-4])\t([1-4])\t([1-4])"),
-    "CrowdFlowerAnnotations.txt": re.compile(r"([^\t]+)\t([^\t]+)#(\d+)\t([01]|0\.\d+)\t\d+\t\d+"),
+    "CrowdFlowerAnnotations.txt": re.compile(r"([^\t]+)\t([^\t]+)#(\d+)\t(0(?:\.\d+)?|1(?:\.0+)?)\t\d+\t\d+"),
 }
 
 
@@ -231,22 +231,26 @@ def open_judgments(file: Path) -> EvalDataset:
     if path is None:
         raise DataError(f"dataset {name}: no {' or '.join(_TABLES)} with the captions next to {file}")
     table = Table(path, image_column=None, caption_column=None)
-    captions: dict[str, list[str]] = {}  # by image
+    captions: dict[str, dict[int, str]] = {}  # by image and number
     for row in table:
         if row.cause:
             raise DataError(f"dataset {name}: {path} row {row.number:,}: {row.cause}")
-        captions.setdefault(str(row.path), []).append(" ".join(str(row.caption).split()))
+        numbered = captions.setdefault(str(row.path), {})
+        i = len(numbered) if row.caption_number is None else row.caption_number
+        if i in numbered:
+            raise DataError(f"dataset {name}: {path} row {row.number:,}: {row.path}#{i} occurs twice")
+        numbered[i] = " ".join(str(row.caption).split())
     judged: dict[str, dict[str, tuple[float, ...]]] = {}  # by image, the ratings of each caption
     for line_number, line in enumerate(read_lines(file), start=1):
         match = JUDGMENTS[file.name].fullmatch(line)
         if match is None:
             raise DataError(f"dataset {name}: {file} line {line_number:,} is not as published: {line[:80]!r}")
-        image, other, i, *ratings = match.groups()
-        if image not in captions or int(i) >= len(captions.get(other, ())):
-            missing = f"caption {other}#{i}" if image in captions else f"captions of {image}"
+        image, other, number, *ratings = match.groups()
+        caption = captions.get(other, {}).get(int(number))
+        if image not in captions or caption is None:
+            missing = f"caption {other}#{number}" if image in captions else f"captions of {image}"
             raise DataError(f"dataset {name}: {file} line {line_number:,}: {path} has no {missing}")
-        caption = captions[other][int(i)]
-        if len(ratings) == 1 or caption not in captions[image]:
+        if len(ratings) == 1 or caption not in captions[image].values():
             image_ratings = judged.setdefault(image, {})
             image_ratings[caption] = (*image_ratings.get(caption, ()), *map(float, ratings))
     dataset = EvalDataset(

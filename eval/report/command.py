@@ -10,10 +10,9 @@ from typing import TextIO
 from clipkit.errors import ConfigError
 from clipkit.files import printable, write_page
 from eval.datasets.card import Card, Published, card_names, load_card, load_suite, suite_names
-from eval.datasets.dataset import TEST
 from eval.options import ReportOptions
 from eval.report.comparison_page import build_comparison
-from eval.report.placement import Ranking, rank_models
+from eval.report.placement import Ranking, list_test_counts, rank_models
 from eval.report.run_page import build_report
 from eval.report.tables import Facts, as_csv, as_latex, as_markdown, read_scores
 from eval.results.records import json_lines, parse_integer, read_results
@@ -55,7 +54,7 @@ def run_report(options: ReportOptions) -> int:
             counts.setdefault(str(line["dataset"]), set()).add(parse_integer(line.get("n")))
     facts = _find_facts(counts)
     if options.beside:
-        ranking = rank_models(read_scores(files), facts["published"])
+        ranking = rank_models(read_scores(files))
         if not ranking.placements:
             raise ConfigError(f"--beside published: no score can be compared with the {ranking.lead}")
         facts |= {"ranking": ranking, "published": {**facts["published"], **ranking.published}}
@@ -95,7 +94,7 @@ def _find_facts(counts: Mapping[str, Collection[object]]) -> Facts:
     for name, dataset_counts in counts.items():
         if name in card_names():
             card = load_card(name)
-            card_counts = {card.splits.get(TEST), card.items.get(TEST)} - {None}
+            card_counts = list_test_counts(card)
             if not card_counts or card_counts & set(dataset_counts):
                 cards.append(card)
     datasets = {card.name for card in cards}

@@ -1,9 +1,10 @@
 """Rank models among the models of ``published.json``, which ``bench/import_published.py`` writes.
 
-Scores are compared if dataset, split, task, metric and prompt set are equal.
+Scores are compared if dataset, split, number of images, task, metric and prompt set are equal. A model with the
+score of a published one has its rank.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -11,7 +12,7 @@ from statistics import fmean
 import msgspec
 
 from clipkit.files import counted
-from eval.datasets.card import Published
+from eval.datasets.card import Card, Published, load_card
 from eval.datasets.dataset import TEST, list_some
 from eval.results.table import Record, ResultTable
 
@@ -51,8 +52,13 @@ class Ranking:
     published: Mapping[str, Sequence[Published]]
 
 
-def rank_models(results: ResultTable, datasets: Collection[str]) -> Ranking:
-    """Rank models among published ones; ``datasets`` are those whose number of images is that of their card."""
+def list_test_counts(card: Card) -> set[int]:
+    """Return the numbers of images and of items that scores of a card's test split may state; empty if unknown."""
+    return {counts[TEST] for counts in (card.splits, card.items) if TEST in counts}
+
+
+def rank_models(results: ResultTable) -> Ranking:
+    """Rank models among published ones."""
     path = Path(__file__).with_name("published.json")
     table = msgspec.json.decode(path.read_bytes(), type=_PublishedTable)
     columns = {column[:3]: i for i, column in enumerate(table.columns)}
@@ -60,9 +66,14 @@ def rank_models(results: ResultTable, datasets: Collection[str]) -> Ranking:
     others: dict[str, None] = {}
     for row in results.rows:
         i = columns.get((row.dataset, row.task, row.metric))
-        if i is None or row.split != TEST or row.setting:
+        if i is None:
             continue
-        if row.dataset not in datasets:
+        counts = list_test_counts(load_card(row.dataset))
+        if row.split != TEST:
+            others[f"{row.dataset} on split {row.split}"] = None
+        elif row.setting:
+            others[f"{row.dataset} with {row.setting}"] = None
+        elif counts and row.n not in counts:
             others[f"{row.dataset} with another number of images"] = None
         elif row.prompt_set != table.columns[i][3]:
             others[f"{row.dataset} with prompts {row.prompt_set or 'none'}, not {table.columns[i][3]}"] = None
@@ -72,7 +83,9 @@ def rank_models(results: ResultTable, datasets: Collection[str]) -> Ranking:
     names = {name for placement in placements for _, (name, _) in placement.neighbors}
     values = {name: model_values for name, model_values in table.models.items() if name in names}
     published = {}
-    for i, (dataset, task, metric, prompts) in enumerate(table.columns if values else ()):
+    shared = sorted({i for model_rows in rows.values() for i in model_rows})
+    for i in shared:
+        dataset, task, metric, prompts = table.columns[i]
         column = {name: model_values[i] for name, model_values in values.items()}
         scores = Published(source=table.source, task=task, metric=metric, prompts=prompts, values=column)
         published[dataset] = [scores]
@@ -90,14 +103,15 @@ def _place_model(label: str, rows: Mapping[int, Record], table: _PublishedTable)
     for i, row in sorted(rows.items()):
         column = [values[i] for values in table.models.values()]
         scores.append((row, 1 + sum(value > row.value for value in column), max(column)))
-    means = {name: fmean(values[i] for i in rows) for name, values in table.models.items()}
-    means[label] = fmean(row.value for row in rows.values())
-    ordered = list(enumerate(sorted(means.items(), key=lambda item: -item[1]), start=1))
-    rank = next(rank for rank, (name, _) in ordered if name == label)
-    place = f"rank {rank} of {len(means)} by the mean over {counted(len(rows), 'dataset')}"
+    means = [(name, fmean(values[i] for i in rows)) for name, values in table.models.items()]
+    mean = fmean(row.value for row in rows.values())
+    rank = 1 + sum(other > mean for _, other in means)
+    ordered = sorted(means, key=lambda item: -item[1])
+    ordered.insert(rank - 1, (label, mean))
+    place = f"rank {rank} of {len(ordered)} by the mean over {counted(len(rows), 'dataset')}"
     return Placement(
         model=label,
-        place=f"{place}, {100 * means[label]:.1f}%; mean of the ranks: {fmean(score[1] for score in scores):.1f}",
+        place=f"{place}, {100 * mean:.1f}%; mean of the ranks: {fmean(score[1] for score in scores):.1f}",
         scores=scores,
-        neighbors=ordered[max(0, rank - 1 - _NEIGHBORS) : rank + _NEIGHBORS],
+        neighbors=[*enumerate(ordered, start=1)][max(0, rank - 1 - _NEIGHBORS) : rank + _NEIGHBORS],
     )

@@ -102,6 +102,7 @@ class Row:
     cause: str = ""
     progress: float  # fraction of the table read so far, in [0, 1]
     others: Mapping[str, object] = field(default_factory=dict)  # other columns that were requested
+    caption_number: int | None = None  # 2 of 1000268201_693b08cb0e.jpg#2
 
     @property
     def content(self) -> object:
@@ -252,7 +253,14 @@ class Table:
             if cause:
                 yield Row(number=row_number, path=path, cause=cause, progress=record.progress)
                 continue
-            yield Row(number=row_number, path=path, caption=captions, progress=record.progress, others=others)
+            yield Row(
+                number=row_number,
+                path=path,
+                caption=captions,
+                progress=record.progress,
+                others=others,
+                caption_number=record.caption_number,
+            )
 
     def _check_encoding(self, others: Mapping[str, object]) -> str:
         for name, value in others.items():

@@ -76,11 +76,13 @@ class Record:
             most the path of an image.
         cause: why the row cannot be used, otherwise "".
         progress: fraction of the table read so far, in [0, 1].
+        caption_number: the number of the caption, if the path has one, as in Flickr8k's.
     """
 
     cells: Mapping[str, object]
     cause: str = ""
     progress: float
+    caption_number: int | None = None
 
 
 class Format(ABC):

@@ -27,7 +27,7 @@ _CLASSIFIED = (["image", "source", "label_1"], ["picture", "source", "label_1"])
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 _EXCEL_DELIMITER = re.compile(r'"?sep=(.)"?[\r\n]+', re.IGNORECASE)  # a line before the header
 _URL = re.compile(r"[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-_CAPTION_NUMBER = re.compile(r"#[0-9]+$")  # Flickr8k's and Flickr30k's: 1000268201_693b08cb0e.jpg#0
+_CAPTION_NUMBER = re.compile(r"#([0-9]+)$")  # Flickr8k's and Flickr30k's: 1000268201_693b08cb0e.jpg#0
 _OPEN_QUOTE = 'a quote (") that is not closed: close it, or double it if it is part of the text'
 
 
@@ -125,12 +125,14 @@ class Delimited(Format):
                         cell[1:] if cell[:1] == "'" and _FORMULA.match(cell) else cell for cell in fields
                     ]
                 cells = {name: fields[indices[name]] for name in required}
-                if self._numbered:
-                    cells[image_column] = _CAPTION_NUMBER.sub("", fields[indices[image_column]])
+                caption_number = None
+                if self._numbered and (match := _CAPTION_NUMBER.search(fields[indices[image_column]])):
+                    cells[image_column] = match.string[: match.start()]
+                    caption_number = int(match[1])
                 for name in others:
                     if indices[name] < len(fields):
                         cells[name] = fields[indices[name]] or None
-                yield Record(cells=cells, progress=progress())
+                yield Record(cells=cells, progress=progress(), caption_number=caption_number)
 
     def _rows(self, text: TextIO) -> Iterator[tuple[list[str], str]]:
         """Yield the cells of each row that is not blank, the header included, and why it cannot be read."""

@@ -45,7 +45,7 @@ def test_columns_are_those_of_the_cards() -> None:
 def test_ranks_equal_counting(tmp_path_factory: pytest.TempPathFactory, scores: dict[int, float]) -> None:
     path = tmp_path_factory.mktemp("ranks") / "results.jsonl"
     write(path, [score(10, column, value) for column, value in scores.items()])
-    (placed,) = rank_models(read_table([path]), DATASETS).placements
+    (placed,) = rank_models(read_table([path])).placements
     columns = sorted(scores)
     values = np.array([scores[column] for column in columns])
     assert [rank for _, rank, _ in placed.scores] == [
@@ -72,14 +72,38 @@ def test_other_definitions_are_left_out(tmp_path: Path) -> None:
         score(10, i, 0.9, setting="dim 64"),
         score(10, i, 0.9, task="knn", prompt_set=""),
     ]
-    write(path, [*others, score(10, DATASETS.index("mnist"), 0.5)])
-    ranking = rank_models(read_table([path]), ["cifar10"])
+    write(path, [*others, score(10, DATASETS.index("mnist"), 0.5, n=500)])
+    ranking = rank_models(read_table([path]))
     assert not ranking.placements and not ranking.published
-    assert "Left out: cifar10 with prompts openai, not datacomp, mnist with another number of images." in (
-        ranking.lead
+    assert ranking.lead.endswith(
+        "Left out: cifar10 with prompts openai, not datacomp, cifar10 on split val, cifar10 with dim 64, "
+        "mnist with another number of images."
     )
     with pytest.raises(ConfigError, match="no score can be compared"):
         main(["report", str(write(path, others)), "--beside", "published"])
+
+
+def test_the_number_of_images_is_that_of_each_score(tmp_path: Path) -> None:
+    i = DATASETS.index("cifar10")
+    few = score(10, i, 0.9, n=100)
+    probe = score(10, i, 0.95, task="linear-probe", prompt_set="")
+    path = write(tmp_path / "results.jsonl", [few, probe, score(10, DATASETS.index("mnist"), 0.5)])
+    ranking = rank_models(read_table([path]))
+    ((place,),) = ([row.dataset for row, *_ in placed.scores] for placed in ranking.placements)
+    assert place == "mnist" and list(ranking.published) == ["mnist"]
+    assert "cifar10 with another number of images" in ranking.lead
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32/openai", "mine"])
+def test_a_model_with_the_name_or_the_score_of_a_published_one(tmp_path: Path, name: str) -> None:
+    i = DATASETS.index("cifar10")
+    value = TABLE["models"]["ViT-B-32/openai"][i]
+    path = write(tmp_path / "results.jsonl", [{**score(10, i, value), "model": name, "model_hash": "m"}])
+    (placed,) = rank_models(read_table([path])).placements
+    ((_, rank, _),) = placed.scores
+    assert f"rank {rank} of 122" in placed.place and f"mean of the ranks: {rank}.0" in placed.place
+    assert placed.neighbors[5] == (rank, (placed.model, value))
+    assert "ViT-B-32/openai" in [name for _, (name, _) in placed.neighbors[6:]]
 
 
 def test_page_and_tables_show_the_neighbors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,7 +33,7 @@ def write_layout(folder: Path, images: int, *, tokens: bool = False) -> Layout:
     captions = {name: [f'A "dog" number {i}, and {k} cats' for k in range(2)] for i, name in enumerate(names)}
     if tokens:
         rows = [f"{name}#{k}\t{text}\n" for name, texts in captions.items() for k, text in enumerate(texts)]
-        (folder / "Flickr8k.token.txt").write_text("".join(rows))
+        (folder / "Flickr8k.token.txt").write_text("".join(reversed(rows)))
     else:
         with (folder / "captions.txt").open("w", newline="") as file:
             writer = csv.writer(file)
@@ -175,6 +175,14 @@ def test_damaged_files_are_errors(tmp_path: Path, file: str, old: str, new: str,
     with pytest.raises(DataError, match=said) as caught:
         open_dataset(tmp_path / annotations)
     assert "\n" not in str(caught.value)
+
+
+def test_a_number_of_two_captions_is_an_error(tmp_path: Path) -> None:
+    write_layout(tmp_path, 4, tokens=True)
+    captions = tmp_path / "Flickr8k.token.txt"
+    captions.write_text(captions.read_text().replace("2_a.jpg#1", "2_a.jpg#0"))
+    with pytest.raises(DataError, match=r"row 4: 2_a\.jpg#0 occurs twice"):
+        open_dataset(tmp_path / "ExpertAnnotations.txt")
 
 
 def test_missing_parts_are_errors(tmp_path: Path, model: CLIP, write_dataset: WriteDataset) -> None:
