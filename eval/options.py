@@ -81,7 +81,7 @@ class VerifyOptions(ScoringOptions):
 
     vectors: str = setting(
         "",
-        "published values instead of scores: a file, or a name in eval/vectors such as openai-vit-b-32",
+        "published values instead of scores: a file, or a name that eval list prints, such as openai-vit-b-32",
         metavar="FILE|NAME",
     )
     image_root: Path = setting(Path(), "folder with the images of --vectors", metavar="FOLDER")
@@ -165,7 +165,7 @@ class InternalsOptions(DecodingOptions, DeviceOptions, NameOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions:
-    """List the suites and their datasets."""
+    """List the suites and their datasets, and the published values of verify --vectors."""
 
     suite: str | None = setting(
         None,

@@ -655,8 +655,8 @@ def score_model(
     print(f"wrote {counted(len(model_results.scores), 'line')} to {source.out.absolute()}{skipped}")
 
 
-def load_scored(source: ModelSource, options: ScoringOptions, device: str) -> CLIP:
-    """Load a model with the preprocessing of the options, and check that its results can be written."""
+def load_scored(source: ModelSource, options: ScoringOptions, device: str, *, writes: bool = True) -> CLIP:
+    """Load a model with the preprocessing of the options; check that results can be written if it ``writes``."""
     keep_memory()
     if source.source.startswith(TIMM):
         if options.dims:
@@ -671,7 +671,8 @@ def load_scored(source: ModelSource, options: ScoringOptions, device: str) -> CL
     model.preprocess = model.preprocess.replace_decoding(
         background=options.background, upright=options.upright, pixel_range=options.pixel_range
     )
-    check_appendable(source.out)  # before anything is computed
+    if writes:
+        check_appendable(source.out)  # before anything is computed
     return model
 
 

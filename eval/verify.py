@@ -1,7 +1,9 @@
 """``python -m eval verify``: compare scores with those that dataset cards expect, or values with published ones."""
 
 import math
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +33,7 @@ from eval.run import (
     score_model,
     tower_autocast,
 )
-from eval.vectors.alternatives import explain_failure, measure_values
+from eval.vectors.alternatives import values_agree, explain_failure, measure_values
 from eval.vectors.published import PublishedValues, read_published
 
 
@@ -67,26 +69,42 @@ def run_verify(options: VerifyOptions) -> int:
 
 def _verify_values(options: VerifyOptions, device: str) -> int:
     """Compare the values of a model with published ones, and name settings with which it reaches them."""
-    if options.data or options.suite or options.known_as:
-        raise ConfigError("--data, --suite and --as have no effect with --vectors: leave them out")
+    if options.data or options.suite or options.known_as or options.out:
+        raise ConfigError("--data, --suite, --as and --out have no effect with --vectors: leave them out")
     source = find_model(options.model[0], options.out)
     check_towers([source.source], ())
     published = read_published(options.vectors)
     images = [image.open(options.image_root) for image in published.images]
-    model = load_scored(source, options, device)
+    model = load_scored(source, options, device, writes=False)
+    for table in published.expected:
+        width = len(table.values[0])
+        if "features" in table.kind and width > model.dim:
+            raise DataError(
+                f"{table.kind} have {width} values, but the embedding of {source.name} {model.dim}"
+            )
     with tower_autocast(options, device):
-        checks = _list_values(published, measure_values(model, published, images))
-        status = _print_checks(checks, ("input", "value", "measured", "expected"), digits=5)
-        print("\n".join([f"date of the source: {published.date}", *published.note.splitlines()]))
-        if not status:
-            return status
-        print("looking for settings that reach the published values", file=sys.stderr)
-        explanations = explain_failure(model, published, images)
+        measured = measure_values(model, published, images)
+    headings = ("input", "value", "measured", "expected")
+    status = _print_checks(_list_values(published, measured), headings, digits=5)
+    _print_wrapped(published.note)
+    if not status:
+        return status
+    if options.precision != "fp32" and values_agree(measure_values(model, published, images), published):
+        print(f"the published values are reached with --precision fp32, not with {options.precision}")
+        return status
+    print("looking for settings that reach the published values in fp32", file=sys.stderr)
+    explanations = explain_failure(model, published, images)
     for settings in explanations:
-        print(f"the published values are reached with {settings}: set this for the model")
+        _print_wrapped(f"the published values are reached with {settings}: set this for the model")
     if not explanations:
         print("no other setting reaches the published values: compare the weights and the architecture")
     return status
+
+
+def _print_wrapped(text: str) -> None:
+    """Print a paragraph in the width of the terminal, without breaking URLs."""
+    columns = shutil.get_terminal_size().columns
+    print(textwrap.fill(text, columns, break_long_words=False, break_on_hyphens=False))
 
 
 def _list_values(published: PublishedValues, measured: Sequence[Tensor]) -> "list[Check]":
@@ -102,7 +120,8 @@ def _list_values(published: PublishedValues, measured: Sequence[Tensor]) -> "lis
             for column, value, expected in zip(columns, row_values, row_expected, strict=True):
                 if not math.isnan(expected):
                     name = f"{table.kind} {column}"
-                    checks.append(Check(row, name, value, expected, table.tolerance, published.source))
+                    source = f"{published.source} ({published.date})"
+                    checks.append(Check(row, name, value, expected, table.tolerance, source))
     return checks
 
 
@@ -236,17 +255,18 @@ def _print_checks(checks: Sequence[Check], headings: Sequence[str], *, digits: i
     status = 0
     for check in checks:
         value = ""
+        decimals = max(digits, math.ceil(-math.log10(check.tolerance or 1)))
         verdict = "not measured"
         if check.measured is not None:
-            value = f"{check.measured:.{digits}f}"
+            value = f"{check.measured:.{decimals}f}"
             holds = abs(check.measured - check.expected) <= check.tolerance
             verdict = "holds" if holds else "FAILS"
         if verdict != "holds":
             status = 1
-        limits = (f"{check.expected:.{digits}f}", f"{check.tolerance:.{digits}f}")
+        limits = (f"{check.expected:.{decimals}f}", f"{check.tolerance:.{decimals}f}")
         table.add_row(check.subject, check.name, value, *limits, verdict)
     console = Console(highlight=False, markup=False)
     console.print(table)
     for source in dict.fromkeys(check.source for check in checks):
-        console.print(f"expected by {source}")
+        _print_wrapped(f"expected by {source}")
     return status

@@ -32,6 +32,7 @@ from eval.datasets.dataset import SPLITS, TEST, EvalDataset, list_some
 from eval.options import ListOptions, NewOptions
 from eval.readers import open_dataset
 from eval.tasks import TASKS
+from eval.vectors.published import VECTORS
 
 
 def cards_in_no_suite() -> tuple[str, ...]:
@@ -120,6 +121,8 @@ def run_list(options: ListOptions) -> int:
     if options.suite is None:
         rows = [(card, card.metric) for card in map(load_card, cards_in_no_suite())]
         console.print(_tabulate_cards("in no suite", rows))
+        names = sorted(path.stem for path in VECTORS.glob("*.toml"))
+        console.print(f"published values for verify --vectors: {', '.join(names)}")
     return 0
 
 

@@ -48,9 +48,9 @@ def write_vectors(folder: Path, kind: str, values: Tensor, *, tolerance: float =
     return folder / "vectors.toml"
 
 
-def verify(folder: Path, vectors: Path) -> int:
+def verify(folder: Path, vectors: Path, *more: str) -> int:
     arguments = ["verify", "--vectors", str(vectors), "--image-root", str(vectors.parent), "--device", "cpu"]
-    return main([*arguments, "--model", str(folder), "--out", str(vectors.parent / "results.jsonl")])
+    return main([*arguments, "--model", str(folder), *more])
 
 
 def edit_json(path: Path, change: Callable[[Config], Any]) -> None:
@@ -124,7 +124,7 @@ MODELS: dict[str, Config] = {
         (
             "ViT",
             set_preprocess(resize_mode="longest", mean=[0.5] * 3, std=[0.5] * 3),
-            f"{CLIP}, resize_mode = shortest, interpolation = bicubic in the preprocessing",
+            f"{CLIP}, resize_mode = shortest in the preprocessing",
         ),
         (
             "ViT",
@@ -302,8 +302,37 @@ def test_values_that_are_not_published_are_left_out(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ('"0.png"', '"absent.png"', r"absent.png is missing: download .*--image-root"),
+        ('"0.png"', '"absent.png"', r"absent.png is missing: give its folder as --image-root"),
+        (
+            '"0.png"',
+            '"nowhere.png"\nurl = "https://a/b"',
+            "nowhere.png is missing: download https://a/b, and give",
+        ),
+        ('"0.png"', '"."', "Is a directory"),
         ("sha256 = ", 'sha256 = "0"  # ', "0.png is not the published image: its SHA-256 is .*, not 0"),
+        ('file = "0.png"\n', 'file = "vectors.toml"\n#', r"vectors.toml: "),
+        ("sha256 = ", "size = [0, 5]  # ", r">= 1 - at `\$.images\[0\].size\[0\]"),
+        ("sha256 = ", "size = [5, 5]\ncolor = [0, 0, 256]  # ", "<= 255"),
+        (
+            "sha256 = ",
+            'size = [9, 9]\nshapes = [["ellipse", [9, 9, 5, 5], [0,0,0], [0,0,0], 1]]  #',
+            r"box \[9, 9",
+        ),
+        ("sha256 = ", 'size = [9, 9]\nshapes = [["ellipse", [1, 1, 5, 5], [0,0,0], [0,0,0], -1]]  #', ">= 0"),
+        (
+            "sha256 = ",
+            'size = [9, 9]\nshapes = [["elipse", [1, 1, 5, 5], [0,0,0], [0,0,0], 1]]  #',
+            "'ellipse'",
+        ),
+        ("texts = [", "texts = []  # ", "length >= 1 - at `\\$.texts`"),
+        ("values = ", "values = [[nan, nan, nan]]  # ", "all logits are nan: state at least one value"),
+        ("values = ", "values = [[inf, 0, 0]]  # ", "logits must be from .* or nan if they are unknown"),
+        ("values = ", "values = [[], [], []]  # ", "length >= 1"),
+        ('"logits"\nvalues = ', '"probabilities"\nvalues = [[99.0, 0.5, 0.5]]  # ', "must be from 0 to 1"),
+        ('"logits"', '"logit"', "kind = 'logit': expected one of cosines, logits"),
+        ("tolerance = ", "tolerance = inf  # ", "<= 10"),
+        ("tolerance = ", "scale = 0\ntolerance = ", "scale"),
+        ("[[images]]", "[[expected]]", "expected"),
         ("texts = [", 'texts = ["one more", ', "logits need 3 rows of equal length, with a value per text"),
         ("tolerance = ", "tolerance = -", "tolerance"),
         ("kind =", "kinds =", "kind"),
@@ -313,8 +342,58 @@ def test_values_that_are_not_published_are_left_out(
 def test_invalid_files_are_refused(old: str, new: str, message: str, tmp_path: Path) -> None:
     vectors = write_vectors(tmp_path, "logits", torch.zeros(3, 3))
     vectors.write_text(vectors.read_text().replace(old, new, 1))
-    with pytest.raises(DataError, match=message):
-        verify(tmp_path / "no model", vectors)
+    with pytest.raises((DataError, OSError), match=message):
+        verify(tmp_path, vectors)
+
+
+def test_files_that_check_nothing_are_refused(tmp_path: Path) -> None:
+    head = 'title = "A made model"\nsource = "a test"\ndate = "2026-11-27"\n'
+    table = '[[expected]]\nkind = "probabilities"\nvalues = [[1.0]]\ntolerance = 0.1\n'
+    vectors = tmp_path / "vectors.toml"
+    image = '[[images]]\nfile = "x"\nsize = [2, 2]\n'
+    for text, message in [
+        (f'texts = ["a"]\n{head}{image}{table}', "probability of a single text is always 1"),
+        (f'texts = ["a"]\nimages = []\n{head}{table}', r"need at least one of \[\[images\]\]"),
+        (f'texts = ["a"]\nexpected = []\n{head}{image}', "length >= 1"),
+        (f'texts = ["a"]\n{head}{image}{table.replace("0.1", "1.0")}', "must be below 1"),
+    ]:
+        vectors.write_text(text)
+        with pytest.raises(DataError, match=message):
+            read_published(str(vectors))
+
+
+def test_scale_of_the_weights_is_not_blamed_for_values_with_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_hub_folder(tmp_path, "ViT")
+    model, transform, tokenizer = load_folder(tmp_path)
+    values = compute_logits(model.eval(), transform, tokenizer(TEXTS), scale=100.0)
+    assert verify(tmp_path, write_vectors(tmp_path, "logits", values, scale=50.0)) == 1
+    assert "logit_scale" not in capsys.readouterr().out
+    assert verify(tmp_path, write_vectors(tmp_path, "logits", values, scale=100.0)) == 0
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_rounding_of_towers_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hub_folder(tmp_path, "ViT")
+    model, transform, tokenizer = load_folder(tmp_path)
+    values = compute_logits(model.eval(), transform, tokenizer(TEXTS), scale=100.0)
+    vectors = write_vectors(tmp_path, "logits", values, scale=100.0, tolerance=1e-4)
+    assert verify(tmp_path, vectors, "--precision", "bf16") == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "reached with --precision fp32, not with bf16" in printed and "weights" not in printed
+
+
+def test_small_tolerances_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_hub_folder(tmp_path, "ViT")
+    assert verify(tmp_path, write_vectors(tmp_path, "cosines", torch.zeros(3, 3), tolerance=2e-6)) == 1
+    assert "0.000002" in capsys.readouterr().out
+
+
+def test_features_wider_than_the_embedding_are_refused(tmp_path: Path) -> None:
+    write_hub_folder(tmp_path, "ViT")
+    with pytest.raises(DataError, match=r"have 999 values, but the embedding of .* "):
+        verify(tmp_path, write_vectors(tmp_path, "image features", torch.zeros(3, 999)))
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
