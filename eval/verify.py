@@ -33,7 +33,7 @@ from eval.run import (
     score_model,
     tower_autocast,
 )
-from eval.vectors.alternatives import values_agree, explain_failure, measure_values
+from eval.vectors.alternatives import explain_failure, measure_values, values_agree
 from eval.vectors.published import PublishedValues, read_published
 
 
