@@ -86,7 +86,8 @@ def _verify_values(options: VerifyOptions, device: str) -> int:
         measured = measure_values(model, published, images)
     headings = ("input", "value", "measured", "expected")
     status = _print_checks(_list_values(published, measured), headings, digits=5)
-    _print_wrapped(published.note)
+    if published.note:
+        _print_wrapped(published.note)
     if not status:
         return status
     if options.precision != "fp32" and values_agree(measure_values(model, published, images), published):

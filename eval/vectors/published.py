@@ -74,7 +74,7 @@ class PublishedImage(_Table, frozen=True, kw_only=True):
         if self.size is not None:
             image = self.draw(self.size)
             content = image.tobytes()
-        elif path.exists():
+        elif path.is_file():
             content = path.read_bytes()
         else:
             download = f"download {self.url}, and " if self.url else ""
