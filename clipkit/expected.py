@@ -192,7 +192,8 @@ def describe_nearest_curve(config: Config) -> str:
             "learning rate had not fallen to 0 then: a run that ends there reaches another score"
         )
     else:
-        text = f"{score} at its end, after {format_samples(last)} samples seen"
+        end = f"{curve.scores[-1]:.1f}% zero-shot top-1 on ImageNet"
+        text = f"{end} at its end, after {format_samples(last)} samples seen"
     fastest = max(curves, key=lambda curve: curve.speed)
     speed = f"{curve.speed:,.0f} images/s per A100 (MFU {curve.mfu:.0%})"
     if fastest.speed > curve.speed:

@@ -384,10 +384,18 @@ def _draw_public_curves(config: Config, results: Sequence[Result]) -> dict[str, 
         lines.append(ChartLine(name=curve.name, points=points, tone=tone, dashed=dashed, thin=True))
     if not lines:
         return {}
+    measured = [
+        result
+        for result in results
+        if (result.dataset, result.task, result.metric, result.setting, result.split)
+        == (*_IMAGENET, "", TEST)
+        and result.step
+    ]
+    # other prompts or images are other scores: those of the first one are drawn
     scores = {
         result.step: 100 * result.value
-        for result in results
-        if (result.dataset, result.task, result.metric, result.setting) == (*_IMAGENET, "") and result.step
+        for result in measured
+        if (result.prompt_set, result.n) == (measured[0].prompt_set, measured[0].n)
     }
     points = [(math.log10(step * config.batch_size), score) for step, score in scores.items()]
     lines.append(ChartLine(name="this run", points=points, dots=True))
