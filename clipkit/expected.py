@@ -73,6 +73,8 @@ def _trains_plain_model(config: Config) -> bool:
     if (config.optim.name, config.optim.schedule) != ("adamw", "cosine"):
         return False
     default = Config()
+    if (config.optim.image_lr_scale, config.optim.text_lr_scale, config.pixels.channels) != (1, 1, 3):
+        return False
     return all(getattr(config, name) == getattr(default, name) for name in _OTHER)
 
 
