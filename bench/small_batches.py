@@ -178,7 +178,8 @@ def measure_run(
 ) -> None:
     """Train and score, and store the row."""
     vocabulary = VOCABULARIES.get(data) if method == "words" else None
-    every = [*SETUPS[data], *METHODS[method], *([vocabulary] if vocabulary else []), *settings]
+    setup = [*SETUPS[data], *METHODS[method], *([vocabulary] if vocabulary else [])]
+    every = [*setup, *settings]
     tables = work / "tables"
     if data == "flickr8k":
         if flickr8k is None:
@@ -206,7 +207,7 @@ def measure_run(
         "method": method,
         "budget": budget,
         "seed": seed,
-        "settings": [*by_name.values()],
+        "settings": setup,
         "steps": last["step"],
         "seconds": round(last["seconds"], 1),
         "cpu_seconds": round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 1),

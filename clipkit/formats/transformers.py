@@ -118,9 +118,7 @@ _SIGLIP2_TEXT: dict[str, Any] = {
 def from_transformers(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[Architecture, dict[str, Tensor]]:
-    """Convert the configuration and state dict of a ``CLIPModel`` or ``Siglip2Model`` to an architecture and
-    clipkit's names.
-    """
+    """Convert a ``CLIPModel`` or ``Siglip2Model`` to an architecture and tensors with clipkit's names."""
     if config.get("model_type") not in ("clip", "siglip2"):
         raise CheckpointError(
             f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel or Siglip2Model"

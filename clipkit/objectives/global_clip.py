@@ -121,7 +121,7 @@ class _Estimated(torch.autograd.Function):
         mixed = torch.lerp((former - level).exp(), (log_means - level).exp(), gamma)
         new = level + mixed.log()
         losses = F.softplus(log_others + new, threshold=_LINEAR)  # ln(1 + (M - 1) u)
-        # of softmax with the estimates: ln of what an exponential of a logit is divided by
+        # the slope of a logit is its exponential divided by a denominator, whose logarithm is stored
         levels = all_pair_logits + log_count - log_others + losses
         slopes = -(log_others + log_means - losses).exp().sum(0)  # (N,) by the logits of pairs
         ctx.save_for_backward(images, all_texts, scale, levels, slopes)

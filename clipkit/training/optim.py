@@ -213,7 +213,7 @@ class DeviceGated(Uncompiled):
             with torch.enable_grad():
                 loss = closure()
         skip = None if self.found_inf is None else self.found_inf > 0
-        if skip is not None and skip.device.type == "cpu":  # known: nothing is waited for
+        if skip is not None and skip.device.type == "cpu":  # reading it waits for nothing
             if skip:
                 return loss
             skip = None

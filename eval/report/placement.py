@@ -108,10 +108,11 @@ def _place_model(label: str, rows: Mapping[int, Record], table: _PublishedTable)
     rank = 1 + sum(other > mean for _, other in means)
     ordered = sorted(means, key=lambda item: -item[1])
     ordered.insert(rank - 1, (label, mean))
+    ranked = list(enumerate(ordered, start=1))
     place = f"rank {rank} of {len(ordered)} by the mean over {counted(len(rows), 'dataset')}"
     return Placement(
         model=label,
         place=f"{place}, {100 * mean:.1f}%; mean of the ranks: {fmean(score[1] for score in scores):.1f}",
         scores=scores,
-        neighbors=[*enumerate(ordered, start=1)][max(0, rank - 1 - _NEIGHBORS) : rank + _NEIGHBORS],
+        neighbors=ranked[max(0, rank - 1 - _NEIGHBORS) : rank + _NEIGHBORS],
     )
