@@ -497,7 +497,9 @@ class ModelConfig(Section):
 
     section = "model."
     name: str = setting(
-        "ViT-B-32", "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME."
+        "ViT-B-32",
+        "Architecture: one of clipkit's, such as ViT-B-32 or ViT-L-14, or open_clip:NAME. Empty: that of "
+        "model.weights, which are then read when a run resumes too.",
     )
     image: str = setting("", f"Another image tower: {list_choices(IMAGE_TOWERS)}.")
     image_options: str = setting(
@@ -570,6 +572,7 @@ class ModelConfig(Section):
     def __post_init__(self) -> None:
         check_names(self.name, self.image, self.text)
         super().__post_init__()
+        require(bool(self.name or self.weights), "model.name", "", "requires model.weights")
         both = bool(self.tokenizer and self.weights and not self.new_head)
         require(not both, "model.tokenizer", self.tokenizer, "model.weights have their own tokenizer")
         _parse_object("model.image_options", self.image_options)
@@ -594,7 +597,7 @@ class ModelConfig(Section):
         # omit the path of the file of class names
         text = tower.setting.partition(":")[0] if tower is not None and tower.over_classes else self.text
         patches = f"{self.image_tokens} patches" if self.image_tokens else ""
-        return " + ".join(filter(None, (self.name, patches, self.image, text)))
+        return " + ".join(filter(None, (self.name or self.weights, patches, self.image, text)))
 
     @property
     def tower_options(self) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -167,7 +167,7 @@ def find_curves(config: Config) -> list[PublicCurve]:
     There are none for a model that is not a plain CLIP trained from scratch.
     """
     name = config.model.name.removeprefix("open_clip:")
-    is_plain = _trains_plain_model(config) and config.model == ModelConfig(name=config.model.name)
+    is_plain = _trains_plain_model(config) and replace(config.model, name=ModelConfig().name) == ModelConfig()
     if not is_plain or (config.shape, config.loss) != (ShapeConfig(), LossConfig()):
         return []
     seen = config.steps * config.batch_size

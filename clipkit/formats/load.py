@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -174,21 +175,37 @@ def open_source(
     if tag and not request.published:
         tags = ", ".join(published_tags(name.removeprefix(OPEN_CLIP))) or "none"
         raise ConfigError(f"name = '{name}/{tag}': known tags of {name}: {tags}")
-    if source.startswith(OPEN_CLIP):
-        stored = _read_published(source)
-    else:
-        path = fetch_repository(source) if source.startswith(HUB) else select_best(Path(source).expanduser())
-        if _is_onnx(path):
-            if request != LoadRequest():
-                raise ConfigError(
-                    f"{path}: an ONNX export has a fixed architecture, image size and context length"
-                )
-            return load_onnx(path)
-        stored = _read_local(path, request)
-        if source.startswith(HUB):
-            stored = replace(stored, origin=f"{source}: {stored.origin}")
+    stored = _read_source(source, request)
+    if isinstance(stored, Path):
+        if request != LoadRequest():
+            raise ConfigError(
+                f"{stored}: an ONNX export has a fixed architecture, image size and context length"
+            )
+        return load_onnx(stored)
     _check_agreement(stored, request)
     return build_stored(stored, request)
+
+
+@lru_cache(maxsize=1)
+def read_architecture(source: str) -> Architecture:
+    """Return the architecture of a model that stores it, or of published weights; see ``open_source``."""
+    if source.startswith(OPEN_CLIP):
+        return _find_published(source)[0]
+    stored = _read_source(source, LoadRequest())
+    if isinstance(stored, Path):
+        raise ConfigError(f"{stored}: an ONNX export cannot be trained")
+    return stored.shape
+
+
+def _read_source(source: str, request: LoadRequest) -> StoredModel | Path:
+    """Read a source, or return the folder of an ONNX export."""
+    if source.startswith(OPEN_CLIP):
+        return _read_published(source)
+    path = fetch_repository(source) if source.startswith(HUB) else select_best(Path(source).expanduser())
+    if _is_onnx(path):
+        return path
+    stored = _read_local(path, request)
+    return replace(stored, origin=f"{source}: {stored.origin}") if source.startswith(HUB) else stored
 
 
 def load_checkpoint(folder: Path) -> CLIP:
@@ -280,6 +297,23 @@ def _is_onnx(path: Path) -> bool:
 
 
 def _read_published(source: str) -> StoredModel:
+    shape, published = _find_published(source)
+    file = fetch_published(source, published)
+    name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
+    return convert_open_clip(
+        StoredModel(
+            file=file,
+            shape=shape,
+            tensors=read_weights(file).tensors,
+            name=OPEN_CLIP + name,
+            preprocess=_parse_preprocess(published, shape, file),
+            origin=f"open_clip's published weights {name}/{tag or published_tags(name)[0]}",
+        )
+    )
+
+
+def _find_published(source: str) -> tuple[Architecture, Mapping[str, Any]]:
+    """Return the architecture of published weights, and their entry in the registry."""
     name, _, tag = source.removeprefix(OPEN_CLIP).partition("/")
     check_names(OPEN_CLIP + name, called="model")
     tags = published_tags(name)
@@ -290,20 +324,9 @@ def _read_published(source: str) -> StoredModel:
         raise CheckpointError(
             f"{source}: specify published weights as {OPEN_CLIP}{name}/TAG; known tags: {', '.join(tags) or 'none'}"
         )
-    file = fetch_published(source, published)
     config = open_clip_config(name)
     quick_gelu = bool(config.get("quick_gelu") or published.get("quick_gelu"))
-    shape = from_open_clip({**config, "quick_gelu": quick_gelu})
-    return convert_open_clip(
-        StoredModel(
-            file=file,
-            shape=shape,
-            tensors=read_weights(file).tensors,
-            name=OPEN_CLIP + name,
-            preprocess=_parse_preprocess(published, shape, file),
-            origin=f"open_clip's published weights {name}/{tag}",
-        )
-    )
+    return from_open_clip({**config, "quick_gelu": quick_gelu}), published
 
 
 def _read_open_clip_folder(folder: Path, file: Path | None = None) -> StoredModel:

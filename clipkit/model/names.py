@@ -104,7 +104,7 @@ _TOP = {
 
 
 def create_architecture(
-    name: str,
+    name: str | Architecture,
     *,
     image: str = "",
     image_options: Mapping[str, Any] | None = None,
@@ -117,7 +117,7 @@ def create_architecture(
     """Create an architecture from the values of settings.
 
     Args:
-        name: a name of clipkit, or ``open_clip:NAME``.
+        name: a name of clipkit, ``open_clip:NAME``, or an architecture to change.
         image: selects one of ``IMAGE_TOWERS`` in place of the architecture's own, such as ``timm:NAME``; or "".
         image_options: its arguments, see ``TowerArchitecture.replace_options``.
         text: selects one of ``TEXT_TOWERS``, such as ``cbow``; or "".
@@ -126,8 +126,13 @@ def create_architecture(
         image_tokens: most patches of an image of variable size; 0 for square images.
         context_length: maximum number of tokens; 0 for the default.
     """
-    check_names(name, image, text, called="name")
-    shape = from_open_clip(open_clip_config(name)) if name.startswith(OPEN_CLIP) else get_architecture(name)
+    if isinstance(name, Architecture):
+        check_names("", image, text)
+        shape = name
+    else:
+        check_names(name, image, text, called="name")
+        is_open_clip = name.startswith(OPEN_CLIP)
+        shape = from_open_clip(open_clip_config(name)) if is_open_clip else get_architecture(name)
     image_selection = select_tower(image, IMAGE_TOWERS)
     if image_selection is not None:
         image_kind, value = image_selection
@@ -146,7 +151,7 @@ def create_architecture(
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
-    """Check names without loading a library."""
+    """Check names without loading a library; an empty one is none."""
     if name.startswith(OPEN_CLIP):
         base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
         if lacks_image_tower(base):
@@ -157,7 +162,7 @@ def check_names(name: str, image: str = "", text: str = "", *, called: str = "mo
         if base not in config_files():
             hint = nearest(name.removeprefix(OPEN_CLIP), config_files())
             raise ConfigError(f"{called} = {name!r} is not an architecture of open_clip: {hint}")
-    else:
+    elif name:
         has_name = name in ARCHITECTURES or name.removesuffix(QUICKGELU) in ARCHITECTURES
         if not has_name and _remove_quickgelu(name) in config_files():
             raise ConfigError(

@@ -28,7 +28,13 @@ from clipkit.errors import CheckpointError, ConfigError, UnnamedArchitecture
 from clipkit.files.hub import HUB, fetch_repository
 from clipkit.files.terminal import counted
 from clipkit.formats.checkpoint import model_hash, read_preprocess
-from clipkit.formats.load import check_base, find_transformers_weights, load_checkpoint, outline_checkpoint
+from clipkit.formats.load import (
+    check_base,
+    find_transformers_weights,
+    load_checkpoint,
+    outline_checkpoint,
+    read_architecture,
+)
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import (
     HEADS,
@@ -71,7 +77,7 @@ def shape_of(
     options |= {name: f"model.text_options: {name}" for name in model.text_tower_options}
     with _name_settings({**_MODEL_SIZES, **options}):
         shape = create_architecture(
-            model.name,
+            model.name or read_architecture(model.weights),
             image=model.image,
             image_options=model.tower_options,
             text=model.text,
@@ -79,6 +85,11 @@ def shape_of(
             image_size=model.image_size,
             image_tokens=model.image_tokens,
             context_length=model.context_length,
+        )
+    if shape.vision.image_tokens and not model.image_tokens:
+        raise ConfigError(
+            f"model.image_tokens = 0: model.weights = {model.weights!r} reads images of variable size: set "
+            f"model.image_tokens={shape.vision.image_tokens}"
         )
     if sizes is not None and sizes.changed:
         shape = _apply_sizes(shape, sizes, model)

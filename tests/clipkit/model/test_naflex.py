@@ -191,7 +191,7 @@ def siglip2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     config = Siglip2Config(
         vision_config={**sizes, "num_patches": 25, "patch_size": 8},
         text_config={
-            **sizes, "vocab_size": len(words), "max_position_embeddings": 12,
+            **sizes, "vocab_size": len(words) + 2, "max_position_embeddings": 12,
             "bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0,
         },
     )  # fmt: skip
