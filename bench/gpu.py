@@ -409,7 +409,7 @@ def one_loss(bench: Bench, work: Callable[[], Tensor], seconds: float) -> dict[s
     return {"seconds": took, "bytes": memory, "value": values[0].item()}
 
 
-def describe_files(device: torch.device) -> dict[str, Any]:
+def describe_device(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "name": name,
@@ -437,7 +437,7 @@ def main() -> None:
     device, small = torch.device(options.device), options.small
     ends = time.monotonic() + 60 * options.minutes
     bench = Bench(device=device, out=options.out, ends=ends, small=small)
-    bench.results["device"] = describe_files(device)
+    bench.results["device"] = describe_device(device)
     if "right" in options.parts:
         bench.results["right"] = check(device, small=small)
         bench.save()

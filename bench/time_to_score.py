@@ -2,6 +2,7 @@
 
     python -m bench.time_to_score {glyphs,emoji} [--seeds 0] [--every 100] [--rates LR …] [--lengths 1 2 4]
                                   [--own-lengths 1] [--targets DATASET=SCORE …] [--work runs/time_to_score]
+                                  [--note TEXT]
 
 ``glyphs`` trains ``configs/quickstart.toml``, ``emoji`` trains ``configs/emoji.toml``. The peer is
 ``open_clip_train.main`` with a model of the same shape, its own loss, optimizer and data pipeline, and documented
@@ -26,6 +27,9 @@ The first seed selects rate and lengths; runs with further seeds use these. Each
 ``bench/results/records/time_to_score_CORPUS/``: a log with the seconds of each line, and a JSON file with the
 command, commit, versions, seed, and the curve of scores over seconds. Runs that are recorded with the same command
 and settings are not repeated; delete their JSON files to measure again. Use a machine without other work.
+
+``bench/results/records/time_to_score.jsonl`` has a row for each corpus and commit that was measured. ``--note``
+says what changed since the row before. The row is also printed as a line for the table in ``bench/README.md``.
 """
 
 import argparse
@@ -42,6 +46,7 @@ import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from importlib.metadata import version
 from itertools import count, islice
 from pathlib import Path
@@ -64,6 +69,7 @@ from eval.run import evaluate
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
+ROWS = RESULTS / "records" / "time_to_score.jsonl"
 PACKAGES = ("webdataset==0.2.86", "pandas>=2.2", "python-dateutil", "pytz", "tzdata", "six")
 VERSIONS = ("torch", "open_clip_torch", "webdataset", "timm", "numpy")
 PER_SHARD = 1000
@@ -157,6 +163,7 @@ def main() -> None:
     add("--cores", type=int, default=2, help="cores that both may use (default: 2)")
     add("--work", type=Path, default=Path("runs/time_to_score"))
     add("--out", type=Path, default=RESULTS / "time_to_score.json")
+    add("--note", default="", help="what changed since the last row of records/time_to_score.jsonl")
     given = parser.parse_args()
     os.chdir(ROOT)
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])
@@ -184,6 +191,7 @@ def main() -> None:
         *(trained_by_open_clip(bench, best["rate"], best["length"], seed) for seed in given.seeds[1:]),
     ]
     report(bench, own, peer, own_tried, tried, given.out)
+    print(format_row(add_row(bench.name, own, peer, given.note)))
 
 
 def fastest(record: dict[str, Any]) -> tuple[float, float]:
@@ -390,11 +398,9 @@ def reached(curve: Sequence[dict[str, Any]], targets: dict[str, float]) -> float
 
 def record(path: Path, facts: dict[str, Any], targets: dict[str, float]) -> dict[str, Any]:
     """Write a record and return it, with the seconds until the targets were reached."""
-    commit = subprocess.run(
-        ["git", "describe_files", "--always", "--dirty"], capture_output=True, text=True, check=True
-    )
     facts |= {
-        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+        "commit": describe_commit(),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in VERSIONS}},
         "machine": platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -406,6 +412,71 @@ def record(path: Path, facts: dict[str, Any], targets: dict[str, float]) -> dict
     return facts
 
 
+def describe_commit() -> str:
+    """Return the abbreviated commit, followed by ``-dirty`` if files other than results differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!bench/results")
+    return f"{commit}-dirty" if changes else commit
+
+
+def compute_ratios(own: Sequence[dict[str, Any]], peer: Sequence[dict[str, Any]]) -> list[float]:
+    """Return how many times as fast clipkit is, for each seed with which both reached the targets."""
+    return [
+        theirs["reached"] / ours["reached"]
+        for ours, theirs in zip(own, peer, strict=True)
+        if ours["reached"] and theirs["reached"]
+    ]
+
+
+def add_row(
+    corpus: str, own: Sequence[dict[str, Any]], peer: Sequence[dict[str, Any]], note: str
+) -> dict[str, Any]:
+    """Add a row to the table of all measurements; it replaces the row of the same corpus and commit.
+
+    Seconds are listed by seed, None where the targets were not reached. The ratio is the median over seeds. Without
+    a note, the note of the earlier row remains.
+    """
+    rows = [json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines()]
+    commit = own[0]["commit"]
+    ratios = compute_ratios(own, peer)
+    earlier = [row for row in rows if (row["corpus"], row["commit"]) == (corpus, commit)]
+    row = {
+        "date": own[0]["date"],
+        "corpus": corpus,
+        "commit": commit,
+        "open_clip_commit": peer[0]["commit"],
+        "clipkit_seconds": [run["reached"] for run in own],
+        "open_clip_seconds": [run["reached"] for run in peer],
+        "ratio": statistics.median(ratios) if ratios else None,
+        "note": note or (earlier[0]["note"] if earlier else ""),
+    }
+    rows = [*(row for row in rows if row not in earlier), row]
+    ROWS.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return row
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """Format a row of the table of all measurements as a line of Markdown."""
+
+    def join_seconds(seconds: Sequence[float | None]) -> str:
+        return ", ".join("not reached" if second is None else f"{second:.0f}" for second in seconds)
+
+    cells = [
+        row["date"],
+        row["corpus"],
+        row["commit"],
+        join_seconds(row["clipkit_seconds"]),
+        join_seconds(row["open_clip_seconds"]),
+        "" if row["ratio"] is None else f"{row['ratio']:.2f}",
+        row["note"],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 def report(
     bench: Bench,
     own: Sequence[dict[str, Any]],
@@ -415,11 +486,7 @@ def report(
     out: Path,
 ) -> None:
     """Print the result and add it to the results file."""
-    ratios = [
-        theirs["reached"] / ours["reached"]
-        for ours, theirs in zip(own, peer, strict=True)
-        if ours["reached"] and theirs["reached"]
-    ]
+    ratios = compute_ratios(own, peer)
 
     def runs(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         keys = ("seed", "rate", "length", "reached", "seconds", "evaluation_seconds")
