@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -64,6 +65,13 @@ class Trainings:
         return self._pool.submit(
             self._forked.run, program or self.program, settings, environment, timeout=SECONDS
         )
+
+    def kill_after(self, step: int, out: Path, *more: str) -> None:
+        """Train in one process and end it with SIGKILL once a step's checkpoint is saved."""
+        running = self.start(out, *more)
+        wait_until(lambda: (out / "checkpoints" / "LATEST").exists() and latest_step(out) >= step, running)
+        os.kill(process_of(out), signal.SIGKILL)
+        running.result()
 
     def clipkit(self, *arguments: str) -> None:
         """Run a clipkit command."""

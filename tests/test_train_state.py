@@ -1,8 +1,6 @@
-"""Trainings whose objective and terms have state: ``loss.name=global_clip`` and ``words.weight``."""
+"""Trainings whose objective and terms have state: ``loss.name=global_clip`` and ``words.weight``; with Lion."""
 
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -17,16 +15,14 @@ from tests.small_trainings import (
     latest_step,
     metrics,
     pairs,
-    process_of,
     trainings,
-    wait_until,
 )
 
 __all__ = ["pairs", "trainings"]
 
 SETTINGS = (
     "steps=12", "checkpoint.every_steps=4", "loss.name=global_clip", "global_clip.decay=0.3", "accumulate=2",
-    "words.weight=0.5", "words.after=3", "words.vocabulary=64", "data.resample=true",
+    "words.weight=0.5", "words.after=3", "words.vocabulary=64", "data.resample=true", "optim.name=lion",
 )  # fmt: skip
 
 
@@ -38,10 +34,7 @@ def losses(out: Path) -> list[float]:
 def test_resumed_run_equals_one_that_never_stopped(trainings: Trainings, tmp_path: Path) -> None:
     whole, killed, ranks = (tmp_path / name for name in ("whole", "killed", "ranks"))
     trainings.run(whole, *SETTINGS)
-    running = trainings.start(killed, *SETTINGS)
-    wait_until(lambda: (killed / "checkpoints" / "LATEST").exists() and latest_step(killed) >= 4, running)
-    os.kill(process_of(killed), signal.SIGKILL)
-    running.result()
+    trainings.kill_after(4, killed, *SETTINGS)
     assert latest_step(killed) < 12
     trainings.run(killed, *SETTINGS)
     assert digests(killed, 12) == digests(whole, 12)

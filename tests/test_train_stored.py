@@ -20,7 +20,6 @@ from tests.small_trainings import (
     checkpoint,
     digests,
     error_of,
-    latest_step,
     metrics,
     pairs,
     process_of,
@@ -108,10 +107,7 @@ def test_killed_while_encoding_and_while_training(trainings: Trainings, tmp_path
     wait_until(lambda: len(list(store.glob("[!.]*"))) >= 2, running)
     os.kill(process_of(run), signal.SIGKILL)
     running.result()
-    running = trainings.start(run, *settings)
-    wait_until(lambda: (run / "checkpoints" / "LATEST").exists() and latest_step(run) >= 10, running)
-    os.kill(process_of(run), signal.SIGKILL)
-    running.result()
+    trainings.kill_after(10, run, *settings)
     trainings.run(run, *settings)
     assert {path.name: path.read_bytes() for path in store.glob("[!.]*")} == complete
     assert digests(run, 40) == digests(whole, 40)

@@ -1,7 +1,5 @@
 """Tests of auxiliary losses: resuming after kill -9 bit for bit, and their curves in the report."""
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +12,7 @@ from tests.small_trainings import (
     latest_step,
     metrics,
     pairs,
-    process_of,
     trainings,
-    wait_until,
 )
 
 __all__ = ["pairs", "trainings"]
@@ -35,10 +31,7 @@ SETTINGS = (
 def test_auxiliary_losses_resume_bit_for_bit(trainings: Trainings, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     trainings.run(whole, *SETTINGS)
-    running = trainings.start(killed, *SETTINGS)
-    wait_until(lambda: (killed / "checkpoints" / "LATEST").exists() and latest_step(killed) >= 4, running)
-    os.kill(process_of(killed), signal.SIGKILL)
-    running.result()
+    trainings.kill_after(4, killed, *SETTINGS)
     assert latest_step(killed) < 12
     trainings.run(killed, *SETTINGS)
     assert digests(killed, 12) == digests(whole, 12)
