@@ -115,6 +115,11 @@ def measure(source: str, seed: int, settings: Sequence[str], work: Path) -> dict
     return figures
 
 
+def names_path(setting: str) -> bool:
+    """Return whether the value of a setting is a file or folder of this machine."""
+    return Path(setting.partition("=")[2].rpartition(":")[2] or "-").exists()
+
+
 def summarize(runs: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
     """Return mean and standard deviation of the precision over seeds."""
     summary = {}
@@ -139,7 +144,7 @@ def main() -> None:
             print(seed, runs[-1], flush=True)
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     stored[arguments.name or arguments.source] = {
-        "settings": settings,
+        "settings": [setting for setting in settings if not names_path(setting)],
         "runs": runs,
         "precision": summarize(runs),
     }
