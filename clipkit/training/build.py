@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from clipkit.api import load
 from clipkit.config import (
@@ -650,13 +651,17 @@ def locked_backbones(model: CLIP, settings: LockConfig) -> list[str]:
 
 
 def evaluate_locked_modules(model: nn.Module) -> None:
-    """Put modules whose parameters are all locked into evaluation mode; call it after each ``model.train()``.
+    """Put what is locked into evaluation mode; call it after each ``model.train()``.
 
+    These are modules whose parameters are all locked, and the batch norms of towers of which layers are locked.
     Otherwise a locked tower's features would change with the running statistics of batch norms, and with dropout.
+    Trained batch norms above locked layers would replace statistics of the pretraining by those of small batches.
     """
-    for module in model.modules():
+    locked_towers = {tower_of(name) for name, value in model.named_parameters() if not value.requires_grad}
+    for name, module in model.named_modules():
         parameters = list(module.parameters())
-        if parameters and not any(parameter.requires_grad for parameter in parameters):
+        is_locked = bool(parameters) and not any(parameter.requires_grad for parameter in parameters)
+        if is_locked or (isinstance(module, _BatchNorm) and tower_of(name) in locked_towers):
             module.eval()
 
 
