@@ -817,8 +817,8 @@ _LOCKS = Within(
 class LockConfig(Section):
     """Locked (frozen) parameters; see clipkit/training/build.py. The temperature is always trained.
 
-    Locked layers compute as in evaluation, without dropout. While a tower has locked layers, all its batch norms use
-    their running statistics.
+    Locked layers compute as in evaluation, without dropout. While a tower has locked layers, all its batch norms
+    use their running statistics.
     """
 
     section = "lock."
