@@ -40,7 +40,7 @@ STEPS, SAVED_EVERY = 6, 3
 SETTINGS = (
     f"steps={STEPS}", f"checkpoint.every_steps={SAVED_EVERY}", "batch_size=8", "optim.average=0.9",
     "eval.every_steps=4", "eval.batch_size=2", "lock.unfreeze_every=2",
-    "distill.teacher=average", "distill.weight=0.4",
+    "distill.teacher=average", "distill.weight=0.4", "optim.name=muon",
 )  # fmt: skip
 
 

@@ -27,7 +27,8 @@ def count_graphs(steps: int, *settings: str) -> list[int]:
     """Return how many graphs exist after each step of a training whose captions have other lengths in each."""
     torch._dynamo.reset()
     before = counters["stats"]["unique_graphs"]
-    own = ("model.name=ViT-Ti-4-16", f"batch_size={ROWS * distributed.world_size()}", f"steps={steps}")
+    rows = ROWS * distributed.world_size()
+    own = ("model.name=ViT-Ti-4-16", "optim.name=adamw", f"batch_size={rows}", f"steps={steps}")
     config = load_config(QUICKSTART, [*own, *settings])
     shape = build.select_shape(config)
     model = build.first_model(config, shape)

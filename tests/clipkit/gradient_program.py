@@ -144,7 +144,7 @@ WHAT = (
 def ways(world: int) -> list[Way]:
     """All ways that a launch with ``world`` ranks computes; two ranks compute fewer, to save time."""
     whole = world != 2
-    parts = ACCUMULATIONS if whole else ACCUMULATIONS[-1:]
+    parts = ACCUMULATIONS if whole else (2,)
     wanted = [replace(one, parts=number) for one in WHAT for number in parts]
     if whole:
         wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
