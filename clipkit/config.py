@@ -597,7 +597,8 @@ class ModelConfig(Section):
         # omit the path of the file of class names
         text = tower.setting.partition(":")[0] if tower is not None and tower.over_classes else self.text
         patches = f"{self.image_tokens} patches" if self.image_tokens else ""
-        return " + ".join(filter(None, (self.name or self.weights, patches, self.image, text)))
+        name = self.name or "the model of model.weights"
+        return " + ".join(filter(None, (name, patches, self.image, text)))
 
     @property
     def tower_options(self) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def test_siglip2_model_is_trained_and_resumed_bit_for_bit(
 
     start, trained = clipkit.load(folder, image_tokens=30), clipkit.load(out)
     assert trained.architecture == start.architecture
+    assert not trained.name  # not the path of the weights
     assert trained.preprocess == start.preprocess
     image = random_image(40, 90)
     assert not torch.equal(clipkit.encode_image(image, trained), clipkit.encode_image(image, start))

@@ -470,6 +470,8 @@ class TransformersTokenizer:
             _check_words(tokenizer, self.source)
             # with which other libraries cut texts after an export
             tokenizer.model_max_length = self.context_length
+            if "max_length" in tokenizer.init_kwargs:  # at which texts were cut before the files were written
+                tokenizer.init_kwargs["max_length"] = self.context_length
             if tokenizer.pad_token is None:
                 tokenizer.pad_token = tokenizer.eos_token
             self._loaded = tokenizer

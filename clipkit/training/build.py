@@ -256,7 +256,7 @@ def first_model(
         rgb = shape
         if model.image_weights and shape.vision.channels != 3:
             rgb = replace(shape, vision=shape.vision.replace_channels(3))
-        first = create(rgb, name=model.label, seed=seed)
+        first = create(rgb, seed=seed)
         fresh = True
         if model.tokenizer:
             first.tokenizer = open_trained_tokenizer(model.tokenizer, shape.text.context_length)
@@ -280,7 +280,8 @@ def first_model(
             first.logit_scale.fill_(math.log(objective.initial_scale))
         if fresh and objective.initial_bias is not None and first.logit_bias is not None:
             first.logit_bias.fill_(objective.initial_bias)
-    first.name = first.name or model.label
+    if model.name:
+        first.name = first.name or model.label
     if adapters is not None:
         if checkpoint is not None:
             first.preprocess = read_preprocess(checkpoint)

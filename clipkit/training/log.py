@@ -601,7 +601,7 @@ def describe_model(model: CLIP, *, device: torch.device, bf16: bool) -> str:
     """Return the model's name and size, the precision and the devices, as a line."""
     parameters = sum(parameter.numel() for parameter in model.parameters())
     precision = "bf16" if bf16 else "fp32"
-    name = model.name
+    name = model.name or "the model of model.weights"
     named = ARCHITECTURES.get(name)
     vision = model.architecture.vision
     is_other = bool(vision.image_tokens)

@@ -1,6 +1,7 @@
 """Tests of tokenizers in folders of transformers: CLIP's is recognized, others run with transformers."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from clipkit.export import export
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.formats.load import load_checkpoint
 from clipkit.model.tokenizer import ClipTokenizer, TransformersTokenizer, create_tokenizer
+from data.tokenizer import train_tokenizer, write_tokenizer
 
 TEXTS = ["a photo of a cat", "a photo of a quite unknown Cat &amp; “dog”", "of " * 100, ""]
 END = "<|endoftext|>"
@@ -208,3 +210,21 @@ def test_checkpoint_keeps_the_folder_tokenizer(tmp_path: Path) -> None:
         tmp_path / "run", model, torch.optim.AdamW(model.parameters()), state, Config(), keep=1
     )
     assert torch.equal(load_checkpoint(folder).tokenizer(TEXTS), model.tokenizer(TEXTS))
+
+
+def test_stored_tokenizer_cuts_texts_at_its_length(tmp_path: Path) -> None:
+    """Also with transformers, which stores the length at which texts were cut last."""
+    from transformers import AutoTokenizer
+
+    tokenizer = TransformersTokenizer(source=str(tmp_path / "made"), context_length=9)
+    write_tokenizer(train_tokenizer(["noise"], vocab=300), tmp_path / "made")
+    for length in (9, 20, 15):
+        tokenizer = tokenizer.replace_length(length)
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        tokenizer.store(folder)
+        tokenizer = replace(tokenizer, source=str(folder / "tokenizer"), _loaded=None)
+        theirs = AutoTokenizer.from_pretrained(folder / "tokenizer")
+        assert len(theirs("of " * 100, truncation=True)["input_ids"]) == length
+        assert theirs.init_kwargs.get("max_length", length) == length  # at which processors cut
+        assert tokenizer(["of " * 100]).shape == (1, length)
