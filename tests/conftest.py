@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -27,6 +28,12 @@ def forked() -> Iterator[Forked]:
     server = Forked()
     yield server
     server.close()
+
+
+def pytest_collection_finish() -> None:
+    """Keep collections in forked processes from copying the memory of all imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

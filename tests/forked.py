@@ -95,6 +95,7 @@ def _serve() -> None:
     # caches that most runs fill
     tokenize = import_module("clipkit.model.tokenizer").tokenize
     tokenize(["a"])
+    _ = import_module("transformers").AutoTokenizer  # imports many modules
     templates = import_module("eval.report.charts").TEMPLATES
     for name in templates.list_templates(extensions=["html"]):
         templates.get_template(name)

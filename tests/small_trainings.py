@@ -20,6 +20,7 @@ import pytest
 import simplejpeg
 
 from data.shards.writer import DatasetWriter, Record
+from data.tokenizer import train_tokenizer, write_tokenizer
 from tests.forked import Ended, Forked
 
 __all__ = [
@@ -32,6 +33,8 @@ SETTINGS = (
     "model.name=ViT-Ti-4-16", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
     "log.every_steps=1", f"batch_size={BATCH}", "checkpoint.keep=0", "precision=fp32", "optim.name=adamw",
 )  # fmt: skip
+# settings with which a run has another tokenizer than the small one
+_OTHER_TOKENIZERS = ("model.text=", "model.tokenizer=")
 SECONDS = 240  # timeout of a training
 
 
@@ -40,15 +43,23 @@ class Trainings:
 
     def __init__(self, forked: Forked, pairs: Path, pool: ThreadPoolExecutor) -> None:
         self.pairs = pairs
+        self._tokenizer = pairs.parent / "tokenizer"
+        write_tokenizer(train_tokenizer(["noise"], vocab=300), self._tokenizer)
         self.program = "train.py"
         self.runs: set[Path] = set()
         self._forked, self._pool = forked, pool
 
     def settings(self, out: Path, more: Sequence[str]) -> list[str]:
-        """Return all arguments of a run."""
-        by_name = {
-            setting.partition("=")[0]: setting for setting in (f"data.train={self.pairs}", *SETTINGS, *more)
-        }
+        """Return all arguments of a run.
+
+        Its vocabulary is small, so that weights, checkpoints and updates are.
+        """
+        own = [f"data.train={self.pairs}", *SETTINGS]
+        if any(setting.startswith("model.weights=") for setting in more):
+            own.append("model.name=")
+        elif not any(setting.startswith(_OTHER_TOKENIZERS) for setting in more):
+            own.append(f"model.tokenizer={self._tokenizer}")
+        by_name = {setting.partition("=")[0]: setting for setting in (*own, *more)}
         return [*by_name.values(), f"out={out}"]
 
     def run(self, out: Path, *more: str, status: int = 0) -> str:

@@ -29,7 +29,7 @@ __all__ = ["pairs", "trainings"]  # fixtures
 pytestmark = pytest.mark.slow
 
 # the learning rate is too small to change gradient norms, so about half of them are above the mean
-SPIKES = ("optim.skip_above=1.01", "optim.lr=1e-7", "optim.clip_norm=0", "optim.average=0.9")
+SPIKES = ("optim.skip_above=1.01", "seed=1", "optim.lr=1e-7", "optim.clip_norm=0", "optim.average=0.9")
 
 
 @pytest.fixture

@@ -67,12 +67,9 @@ def test_captions_that_are_cut_are_counted(trainings: Trainings, tmp_path: Path)
             )
         writer.finish({})
     settings = (
-        f"data.train={data}",
-        "steps=4",
-        "batch_size=4",
-        "model.context_length=11",
+        f"data.train={data}", "steps=4", "batch_size=4", "model.tokenizer=", "model.context_length=11",
         "checkpoint.every_steps=1",
-    )
+    )  # fmt: skip
     said = trainings.run(out, *settings)
     note = "note: 6 of 16 captions drawn in all, repeats counted, had more than 11 tokens and were cut; "
     assert said.count(note) == 1

@@ -27,7 +27,7 @@ OTHERS = {
 }  # fmt: skip
 SHAPE = (
     "shape.image_layers=2", "shape.image_width=64", "shape.text_layers=1", "shape.text_width=64", "shape.embed=32",
-    "optim.name=adamw", "loss.same=positives", "log.every_steps=50", "checkpoint.keep=1",
+    "model.tokenizer=", "optim.name=adamw", "loss.same=positives", "log.every_steps=50", "checkpoint.keep=1",
 )  # fmt: skip
 FINE_TUNE = (
     *SHAPE, "batch_size=40", "steps=250", "optim.warmup=5", "optim.lr=1e-3", "eval.every_steps=5",
@@ -180,5 +180,6 @@ def test_guard_sets_are_checked_before_training(
     settings: tuple[str, ...], message: str, trainings: Trainings, tmp_path: Path
 ) -> None:
     data = f"eval.data=['{trainings.pairs}/train']"
-    error = error_of(trainings.run(tmp_path / "run", data, *settings, status=1))
+    name = "model.name=ViT-Ti-4-16"
+    error = error_of(trainings.run(tmp_path / "run", data, name, *settings, status=1))
     assert message in error, error

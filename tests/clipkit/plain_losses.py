@@ -206,8 +206,8 @@ def error(found: Tensor, want: Tensor, *, floor: float = 1e-30) -> float:
 def compare(found: Tensor, batch: Given, want: Tensor, exact: Given, *, rounded: Tensor) -> None:
     """Assert that value and gradients of a loss equal those of the plain formula in float64.
 
-    For a loss close to zero, the value may differ by the rounding error of the logits, and gradients by the
-    error of the plain formula on the same float32 features.
+    For a loss close to zero, value and gradients may differ by the rounding error of the logits, and gradients by
+    the error of the plain formula on the same float32 features.
     """
     assert found.dtype == batch.images.dtype
     assert found.shape == ()
@@ -218,4 +218,5 @@ def compare(found: Tensor, batch: Given, want: Tensor, exact: Given, *, rounded:
         gradients(value, of) for value, of in ((found, batch), (want, exact), (rounded, batch))
     )
     for slope, two, three in zip(slopes, exact_slopes, rounded_slopes, strict=True):
-        assert error(slope, two, floor=1e-2) <= max(bound, 4 * error(three, two, floor=1e-2))
+        floor = max(1e-2, of_logits / bound)
+        assert error(slope, two, floor=floor) <= max(bound, 4 * error(three, two, floor=floor))
