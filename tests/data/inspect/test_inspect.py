@@ -5,8 +5,8 @@ import json
 import os
 import re
 import shlex
-import signal
-import threading
+import subprocess
+import sys
 import time
 from functools import partial
 from html.parser import HTMLParser
@@ -488,16 +488,15 @@ def test_command_output_and_exit_status(
     assert stop.value.code == 1 and "ending in .html" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_one_line(good: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        with pytest.raises(SystemExit) as stop:
-            run_command(partial(main, ["inspect", str(good), "--image-size", "8000", "--quiet"]))
-    finally:
-        timer.cancel()
-    output = capsys.readouterr()
-    assert (stop.value.code, output.out, output.err) == (130, "", "stopped; nothing was written\n")
+def test_ctrl_c_prints_one_line(good: Path) -> None:
+    program = (
+        "import os, signal, sys, threading; from functools import partial; from clipkit.errors import run_command; "
+        "from data.__main__ import main; threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start(); "
+        "run_command(partial(main, sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, "inspect", str(good), "--image-size", "8000", "--quiet"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped; nothing was written\n")
 
 
 def test_several_sources(good: Path, tmp_path: Path) -> None:
