@@ -443,8 +443,9 @@ def _read_file(path: Path, request: LoadRequest) -> StoredModel:
         names = [name.removesuffix(QUICKGELU) for name in find_architectures(weights.tensors)]
         examples = f", such as {' or '.join(map(repr, dict.fromkeys(names)))}" if names else ""
         raise UnnamedArchitecture(
-            f"{path}: {record.lacking}: specify the architecture by --name NAME on the command line or "
-            f"clipkit.load(…, name=NAME){examples}; add {QUICKGELU} to the name if the model has QuickGELU"
+            f"{path}: {record.lacking}: specify the architecture by --name NAME on the command line, "
+            f"clipkit.load(…, name=NAME) or, in training, model.name=NAME{examples}; add {QUICKGELU} to the name "
+            "if the model has QuickGELU"
         )
     preprocess = record.preprocess
     warning = ""

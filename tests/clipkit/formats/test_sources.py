@@ -151,7 +151,7 @@ def test_weights_without_params_txt_need_a_name(tmp_path: Path) -> None:
     theirs = their_model("ViT with QuickGELU")
     run = train(tmp_path, theirs, "--model", "ViT-tiny")
     (run / "params.txt").unlink()
-    how = r"by --name NAME on the command line or clipkit.load\(…, name=NAME\)"
+    how = r"by --name NAME on the command line, clipkit.load\(…, name=NAME\) or, in training, model.name=NAME"
     names = "such as 'open_clip:ViT-tiny'; add -quickgelu to the name if the model has QuickGELU$"
     with pytest.raises(
         CheckpointError, match=f"and whether it uses QuickGELU: specify the architecture {how}, {names}"
