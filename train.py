@@ -223,7 +223,7 @@ def build_model(
         check_image(target.dataset, 0, model.preprocess)
     build.lock(model, image=config.lock.image, text=config.lock.text, terms=select_terms(config))
     world = distributed.world_size()
-    check_rows(model, batch_size=config.batch_size, world=world, parts=config.accumulate)
+    check_rows(model, batch_size=config.trained_pairs, world=world, parts=config.accumulate)
     return model, notes
 
 
@@ -246,7 +246,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         decode_later=config.data.nvjpeg,
         stages=small_stages(config.small, image_size=size, context_length=length),
         patches=model.architecture.vision.budget,
-        teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
+        teacher=training_data.teacher_features(config.teacher, data.shards, rank0=rank == 0),
         text_dropout=config.data.text_dropout,
         lists_words=any(term.reads_words for term in select_terms(config).values()),
     )
@@ -307,7 +307,7 @@ def resume(
     if state.data != fresh.data:
         raise training_data.other_data(run, f"fingerprint {fresh.data}, it was {state.data}")
     if state.teacher not in ("", fresh.teacher):
-        raise training_data.other_teacher(run, config.distill)
+        raise training_data.other_teacher(run, config.teacher)
     return replace(state, teacher=fresh.teacher)
 
 
@@ -446,7 +446,7 @@ def main(arguments: Arguments) -> int:
         distributed.stop()
         return 0
     shape = build.select_shape(config)
-    build.check_split(config.batch_size, world=distributed.world_size(), parts=config.accumulate)
+    build.check_split(config, world=distributed.world_size())
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
     bf16 = costs.computes_in_bf16(config.precision, device)
@@ -486,6 +486,7 @@ def main(arguments: Arguments) -> int:
         train_loader = store_backbone_features(config, model, train_loader, bf16=bf16)
         if arguments.replay:
             repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
+            repeated = compute.select_pairs(model, repeated, state.step)
             names = train_loader.names(repeated.ids)
             print(*guards.replay(model, compute, repeated, state.step, names), sep="\n")
             return 0
@@ -543,7 +544,7 @@ def main(arguments: Arguments) -> int:
                 if changed or any(0 < term.after == step for term in terms.values()):
                     log.count_flops(model, compute, step)
 
-                # 7b. The gradient of the global batch, clipped.
+                # 7b. The gradient of the global batch, or of the pairs chosen of it, clipped.
                 rate = training.learning_rate(step, config.steps, config.optim)
                 for group in optimizer.param_groups:
                     group["lr"] = rate * group["lr_scale"]
@@ -551,6 +552,7 @@ def main(arguments: Arguments) -> int:
                 if statistics or config.optim.sam or compute.swaps(step):
                     writer.wait_until_copied()
                 statistics.keep()
+                batch = compute.select_pairs(trained, batch, step, log.watch)
                 features = compute.gradients(trained, batch, step, log.watch)
                 log.watch.begin("data")
                 batches.prefetch()  # while a GPU computes

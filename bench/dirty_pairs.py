@@ -45,7 +45,7 @@ SETTINGS = {
 Flags = npt.NDArray[np.bool_]
 
 
-def write_pairs(source: str, out: Path, seed: int) -> Flags:
+def write_pairs(source: str, out: Path, seed: int, *, fraction: float = FRACTION) -> Flags:
     """Write the pairs of a source to shards with some captions exchanged, and return which."""
     samples: list[tuple[bytes, str, str]] = []  # image, extension, caption
     for file in find_shards(source):
@@ -57,7 +57,7 @@ def write_pairs(source: str, out: Path, seed: int) -> Flags:
             captions = json.loads(fields or "{}").get("captions", [text.decode()])
             samples += [(data, image, caption) for caption in captions]
     random = np.random.default_rng(seed)
-    chosen = random.choice(len(samples), round(FRACTION * len(samples)), replace=False)
+    chosen = random.choice(len(samples), round(fraction * len(samples)), replace=False)
     captions = [caption for _, _, caption in samples]
     for i, other in zip(chosen, np.roll(chosen, 1), strict=True):
         captions[i] = samples[other][2]

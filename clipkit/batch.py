@@ -3,11 +3,12 @@
 Letters: B samples of a rank's part of a batch, S image side in pixels, L tokens of the longest caption.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from clipkit.samples.traits import TraitCounts
@@ -31,6 +32,9 @@ class TeacherFeatures(NamedTuple):
 
 # of a batch, on its device
 _TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights", "words")
+_TEXTS = ("tokens", "more", "negatives", "fields", "words")
+_NO_WORD = -1
+_LENGTHS = ("lengths", "more_lengths", "negative_lengths", "field_lengths")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +71,9 @@ class Batch:
         cut_captions: how many captions are longer than the context length; not counted in a smaller stage.
         without_group: how many samples have no value of ``loss.same_field``.
         teacher: stored features of the samples, None without a teacher.
+        learnability: (2,) means of all pairs that were read and of those chosen, which this batch has; None without
+            data selection.
+        scored_lengths: with data selection, ``lengths`` of all pairs that this rank has read.
         read_seconds: time to read the samples.
         make_seconds: time to make the batch, including reading.
     """
@@ -94,6 +101,8 @@ class Batch:
     field_lengths: tuple[int, ...] = ()
     weights: Tensor | None = None
     words: Tensor | None = None
+    learnability: Tensor | None = None
+    scored_lengths: tuple[int, ...] = ()
     read_seconds: float = 0.0
     make_seconds: float = 0.0
 
@@ -101,6 +110,14 @@ class Batch:
     def rows(self) -> Tensor:
         """(B,) int64 on the device of the images, indices of the samples in the global batch."""
         return torch.arange(self.first_row, self.first_row + len(self.ids), device=self.images.device)
+
+    @property
+    def width(self) -> int:
+        """The largest L of texts; 0 if all are pooled features."""
+        texts = [getattr(self, name) for name in _TEXTS]
+        return max(
+            (text.shape[1] for text in texts if text is not None and not text.is_floating_point()), default=0
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -126,6 +143,45 @@ class Batch:
         features = () if self.teacher is None else self.teacher
         tensors = (*(getattr(self, name) for name in _TENSORS), *features)
         return tuple(tensor for tensor in tensors if tensor is not None)
+
+    def take_rows(self, take: Callable[[Tensor], Tensor], *, width: int, padding: int) -> Self:
+        """Return a batch of other samples.
+
+        Args:
+            take: returns (n, …) rows from (B, …), on the device or on the host; called for all that samples have.
+            width: L of the result, at least ``width`` of this batch.
+            padding: the token behind the end of shorter texts.
+        """
+        count = len(self.ids)
+
+        def take_blocks(rows: Tensor) -> Tensor:
+            """Take rows of each of M blocks, (MB, …) → (Mn, …)."""
+            blocks = rows.unflatten(0, (-1, count)).transpose(0, 1)  # (B, M, …)
+            return take(blocks).transpose(0, 1).flatten(0, 1)
+
+        def take_numbers(numbers: Sequence[int]) -> tuple[int, ...]:
+            return tuple(take_blocks(torch.tensor(numbers)).tolist()) if numbers else ()
+
+        taken: dict[str, Any] = {"ids": take_blocks(self.ids)}
+        for name in _TENSORS:
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if name in _TEXTS and not tensor.is_floating_point():
+                value = _NO_WORD if name == "words" else padding
+                tensor = F.pad(tensor, (0, width - tensor.shape[1]), value=value)
+            if tensor.ndim == 4:  # channels stay last in memory
+                taken[name] = take_blocks(tensor.movedim(1, -1)).movedim(-1, 1)
+            else:
+                taken[name] = take_blocks(tensor)
+        for name in _LENGTHS:
+            taken[name] = take_numbers(getattr(self, name))
+        is_substitute = [int(row in self.substitutes) for row in range(count)]
+        taken["substitutes"] = tuple(row for row, flag in enumerate(take_numbers(is_substitute)) if flag)
+        if self.teacher is not None:
+            images, texts = self.teacher
+            taken["teacher"] = TeacherFeatures(take(images), None if texts is None else take(texts))
+        return replace(self, **taken)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
         moved: dict[str, Any] = {}

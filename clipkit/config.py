@@ -745,6 +745,7 @@ class DistillConfig(Section):
     """Distillation from a teacher's similarities within the batch, or from its classification of images."""
 
     section = "distill."
+    model_setting: ClassVar[str] = "distill.teacher"
     teacher: str = setting(
         "",
         "Teacher that encodes each batch during training: any source that clipkit.load accepts; or average, the "
@@ -806,6 +807,88 @@ class DistillConfig(Section):
     def is_average(self) -> bool:
         """Whether the averaged weights of the training are the teacher."""
         return self.teacher == "average"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectConfig(Section):
+    """Data selection: train on some pairs of each batch, those that are learnable (JEST).
+
+    See Evans et al. 2024, https://arxiv.org/abs/2406.17711, and clipkit/training/selection.py. Each step reads
+    ``batch_size`` pairs, scores them without gradients, and trains ``select.fraction`` of them.
+    """
+
+    section = "select."
+    model_setting: ClassVar[str] = "select.reference"
+    fraction: float = setting(
+        1.0,
+        "Fraction of the batch_size pairs of a step that are trained; 1: all. To train on as many pairs as without "
+        "selection, divide batch_size by it: each step then reads and scores more. Epochs and the metric samples "
+        "count the pairs that are read.",
+        above(0, at_most=1),
+    )
+    by: str = setting(
+        "learnability",
+        "What is chosen. learnability: pairs with a high loss of the model and a low loss of the reference. hard: "
+        "a high loss of the model, without a reference, which prefers wrong captions. easy: a low loss of the "
+        "reference, for which the model itself does not score.",
+        one_of("learnability", "hard", "easy"),
+        needs="fraction",
+    )
+    reference: str = setting(
+        "",
+        "The reference, such as a model trained on fewer and cleaner pairs: any source that clipkit.load accepts. "
+        "Empty with distill.teacher or distill.features: the teacher is the reference too (ACID).",
+        needs="fraction",
+    )
+    features: str = setting(
+        "",
+        "Alternatively, the folder with a reference's features of the training images, from `clipkit encode`.",
+        needs="fraction",
+    )
+    text_features: str = setting(
+        "",
+        "With select.features, the reference's features of the captions, from `clipkit encode --text`.",
+        needs="features",
+    )
+    scale: float = setting(
+        100.0,
+        "With select.features, the reference's exp(t), by which its similarities are multiplied.",
+        above(0, at_most=10_000),
+        needs="features",
+    )
+    chunks: int = setting(
+        16,
+        "Number of parts in which pairs are chosen; the pairs of each are compared with those chosen before.",
+        between(1, 1024),
+        needs="fraction",
+    )
+    image_size: int = setting(
+        0,
+        "Side in pixels to which the model resizes images for scoring, which makes it cheaper; 0: none. Requires "
+        "clipkit's own image towers.",
+        at_least(0),
+        needs="fraction",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.features and not self.text_features:
+            require(False, "select.text_features", "", "required by select.features")
+        both = bool(self.reference and self.features)
+        require(not both, "select.features", self.features, "cannot be combined with select.reference")
+        if self.by == "hard":
+            alone = "cannot be combined with select.by=hard"
+            require(not self.reference, "select.reference", self.reference, alone)
+            require(not self.features, "select.features", self.features, alone)
+
+    @property
+    def teacher(self) -> str:
+        """The model of the reference, as ``DistillConfig.teacher``."""
+        return self.reference
+
+    def count_pairs(self, batch_size: int) -> int:
+        """Return the number of pairs of a batch that are trained."""
+        return round(self.fraction * batch_size)
 
 
 _LOCKS = Within(
@@ -1133,6 +1216,7 @@ class Config(Section):
     # the sections that objectives and terms declare, by name; see clipkit/objectives/__init__.py
     objectives: Mapping[str, Any] = field(default_factory=dict)
     distill: DistillConfig = field(default_factory=DistillConfig)
+    select: SelectConfig = field(default_factory=SelectConfig)
     lock: LockConfig = field(default_factory=LockConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     shape: ShapeConfig = field(default_factory=ShapeConfig)
@@ -1147,6 +1231,8 @@ class Config(Section):
         super().__post_init__()
         most = f"expected at most batch_size = {self.batch_size}"
         require(self.accumulate <= self.batch_size, "accumulate", self.accumulate, most)
+        least = f"leaves {self.trained_pairs} of batch_size = {self.batch_size} pairs: expected at least 2"
+        require(self.trained_pairs >= 2, "select.fraction", self.select.fraction, least)
         divides = self.batch_size % self.data.groups == 0
         divisor = f"expected a divisor of batch_size = {self.batch_size}"
         require(divides, "data.groups", self.data.groups, divisor)
@@ -1159,6 +1245,7 @@ class Config(Section):
         object.__setattr__(self, "objectives", sections)
         self._check_captions()
         self._check_teacher()
+        self._check_selection()
         if self.checkpoint.best:
             require_use("checkpoint.best", self.checkpoint.best, "eval.data", bool(self.eval.data))
         if self.eval.guard:
@@ -1197,11 +1284,13 @@ class Config(Section):
         settings = {
             "small.steps": self.small.steps,
             "distill.teacher": self.distill.teacher,
+            "select.reference": self.select.reference,
             "sharding": "" if self.sharding == "none" else self.sharding,
             **{f"{name}.weight": term.weight for name, term in self.terms.items() if term.reads_images},
         }
         if self.lock.stores("image"):
             settings["model.patch_dropout"] = self.model.patch_dropout
+            settings["select.image_size"] = self.select.image_size
             settings["model.projections"] = self.model.projections
             settings["data.nvjpeg"] = self.data.nvjpeg
         if self.lock.stores("text"):
@@ -1221,6 +1310,7 @@ class Config(Section):
             "model.image_size": self.model.image_size,
             "model.image_weights": self.model.image_weights,
             "model.patch_dropout": self.model.patch_dropout,
+            "select.fraction": self.select.fraction if self.select.fraction < 1 else 0,
             "small.image_size": self.small.image_size,
         }
         for name, value in settings.items():
@@ -1282,6 +1372,34 @@ class Config(Section):
             require(distill.weight < 1, "distill.weight", distill.weight, least)
             refusal = "cannot be combined with shape.distilled"
             require(not self.loss.dims, "loss.dims", self.loss.dims, refusal)
+
+    def _check_selection(self) -> None:
+        select = self.select
+        if select.fraction == 1 or select.by == "hard":
+            return
+        given = bool(select.reference or select.features)
+        teaches = self.distill.has_teacher and not self.distill.is_average
+        alone = "expected none: the teacher of distillation is the reference"
+        for name in ("reference", "features"):
+            value = getattr(select, name)
+            require(not (teaches and value), f"select.{name}", value, alone)
+        other = "select.reference, select.features or select.by=hard"
+        require_use("select.fraction", select.fraction, other, given or teaches)
+
+    @property
+    def trained_pairs(self) -> int:
+        """Number of pairs that a step trains on, over all ranks."""
+        return self.select.count_pairs(self.batch_size)
+
+    @property
+    def teacher(self) -> "DistillConfig | SelectConfig":
+        """The section with the model that teaches, or that is the reference of data selection."""
+        return self.select if self.select.reference or self.select.features else self.distill
+
+    @property
+    def loads_teacher(self) -> bool:
+        """Whether ``teacher`` names a model that encodes each batch."""
+        return bool(self.teacher.teacher) and self.teacher.teacher != "average"
 
     @property
     def terms(self) -> dict[str, Any]:

@@ -632,3 +632,18 @@ def scatter_row_sums(rows: Tensor, counts: list[int]) -> Tensor:
     local_sums = rows.new_empty(most, *rows.shape[1:])
     _reduce_scatter(local_sums, padded)
     return local_sums[: counts[rank()]]
+
+
+def exchange_rows(rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """Send consecutive (B, …) rows to all ranks, and return those from all ranks, ordered by rank; no gradient.
+
+    Args:
+        rows: this rank's rows, with the same shape (except for B) and dtype on all ranks.
+        sent: how many of them each rank gets.
+        received: how many each rank sends to this rank.
+    """
+    if world_size() == 1:
+        return rows
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(result, rows.contiguous(), list(received), list(sent))
+    return result

@@ -58,7 +58,7 @@ GRID = (
     ),
 )
 # sections with which a run is no longer one of the study's
-_OTHER = ("objectives", "distill", "lock", "lora", "small")
+_OTHER = ("objectives", "distill", "select", "lock", "lora", "small")
 
 
 def public_runs(config: Config) -> PublicRuns | None:

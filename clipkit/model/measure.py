@@ -487,12 +487,13 @@ def copy_without_values(model: _Module) -> _Module:
     return shadow
 
 
-def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
+def image_flops(model: CLIP, *, patches: int | None = None, image_size: int = 0) -> Flops:
     """Measure the FLOPs of encoding one image.
 
     Args:
         model: the model; parameters that require no gradient are not trained.
         patches: number of patches that are kept, or of an image of variable size; None for all, or the most.
+        image_size: side of the image in pixels; 0: the model's.
 
     Raises:
         Unmeasurable: the tower reads values.
@@ -503,6 +504,8 @@ def image_flops(model: CLIP, *, patches: int | None = None) -> Flops:
         images = torch.empty(_ROWS, *vision.input_shape, dtype=torch.uint8)
         if vision.image_tokens:
             return shadow.encode_image(images, grids=[(1, patches or vision.image_tokens)] * _ROWS)
+        if image_size:
+            images = torch.empty(_ROWS, vision.channels, image_size, image_size, dtype=torch.uint8)
         kept = None if patches is None else torch.empty(_ROWS, patches, dtype=torch.int64)
         return shadow.encode_image(images, patches=kept)
 

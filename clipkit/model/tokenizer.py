@@ -348,6 +348,11 @@ class LibraryTokenizer:
     def vocab_size(self) -> int:
         return max(self._load_library().tokenizer.get_vocab().values(), default=0) + 1
 
+    @property
+    def padding(self) -> int:
+        """The token behind shorter texts; other tokenizers pad with 0."""
+        return int(self._load_library().tokenizer.pad_token_id)
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         if not texts:
             return torch.zeros(0, self.context_length, dtype=torch.int64)

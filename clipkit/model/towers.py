@@ -912,6 +912,12 @@ def draw_numbers(*, seed: int, rows: Tensor, count: int) -> Tensor:
     return mix_tensor(_hash_rows(seed, rows)[:, None] + numbers)
 
 
+def draw_uniform(*, seed: int, rows: Tensor, count: int) -> Tensor:
+    """Draw ``count`` numbers from 0 to below 1 for each row: (B, count) of the ``widest_dtype``."""
+    numbers = draw_numbers(seed=seed, rows=rows, count=count)
+    return ((numbers >> 11) & (2**53 - 1)).to(widest_dtype(rows.device)).div_(2**53)
+
+
 def draw_rows(*, seed: int, rows: Tensor, fraction: float) -> Tensor:
     """Choose each row with a probability: (B,) bool; arguments as for ``draw_patches``."""
     return _hash_rows(seed, rows) < min(int((fraction - 0.5) * 2**64), 2**63 - 1)

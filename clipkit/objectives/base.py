@@ -213,6 +213,7 @@ class Objective(Section):
             expected = f"expected float32 with {name}"
             require(loss.precision == "float32", "loss.precision", loss.precision, expected)
             require(not config.log.samples, "log.samples", True, alone)
+            require(config.select.fraction == 1, "select.fraction", config.select.fraction, alone)
         if not self.more_texts:
             for setting_name in ("negatives", "image_fields", "text_fields"):
                 value = getattr(config.data, setting_name)
@@ -239,7 +240,7 @@ class TermBatch:
         batch: this rank's rows.
         seed: differs in each step and from those of other terms.
         shape: the model's architecture.
-        teach: encodes the batch with averaged weights, see ``averaged_teaching`` in clipkit/training/step.py; all
+        teach: encodes the batch with averaged weights, see ``encode_pairs`` in clipkit/training/step.py; all
             ranks call it together.
         state: state of the terms that have any.
     """

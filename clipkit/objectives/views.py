@@ -24,7 +24,7 @@ from clipkit.distributed import gather_row_counts, gather_rows
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import at_least_float32, draw_numbers, widest_dtype
+from clipkit.model.towers import at_least_float32, draw_uniform
 from clipkit.objectives.base import Term, TermBatch, after_setting, weight_setting
 
 _ASPECT = 4 / 3  # of a crop at most, and its inverse at least
@@ -144,8 +144,7 @@ def draw_boxes(*, seed: int, rows: Tensor, count: int, area: Sequence[float]) ->
         count: V.
         area: least and greatest area of a box, as fractions of the image's.
     """
-    numbers = draw_numbers(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
-    uniform = ((numbers >> 11) & (2**53 - 1)).to(widest_dtype(rows.device)).div_(2**53)
+    uniform = draw_uniform(seed=seed, rows=rows, count=4 * count).view(-1, count, 4)
     sizes, aspects, lefts, tops = uniform.unbind(-1)
     sizes = area[0] + (area[1] - area[0]) * sizes
     aspects = _ASPECT ** (2 * aspects - 1)

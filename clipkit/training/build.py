@@ -56,11 +56,28 @@ from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.parallel import gathered
 
 
-def check_split(batch_size: int, *, world: int, parts: int) -> None:
-    """Raise ConfigError if a batch has too few pairs for ``world`` ranks that compute it in ``parts``."""
-    if batch_size < world * parts:
+def check_split(config: Config, *, world: int) -> None:
+    """Raise ConfigError if a step trains too few pairs for ``world`` ranks that compute them in parts."""
+    parts = config.accumulate
+    if config.trained_pairs < world * parts:
+        fraction = config.select.fraction
+        selected = f" × select.fraction = {fraction}" if fraction < 1 else ""
         raise ConfigError(
-            f"batch_size = {batch_size} cannot be split over {world} processes × accumulate = {parts}"
+            f"batch_size = {config.batch_size}{selected} cannot be split over {world} processes × "
+            f"accumulate = {parts}"
+        )
+
+
+def _check_image_size(name: str, size: int, shape: Architecture, label: str) -> None:
+    """Raise ConfigError if the image tower cannot encode images of another size than its own."""
+    misfit = f"{name} = {size} does not fit {label}"
+    step = shape.vision.size_step
+    largest = shape.vision.image_size
+    if not step:
+        raise ConfigError(f"{misfit}: it requires clipkit's own image towers")
+    if size % step or size > largest:
+        raise ConfigError(
+            f"{misfit}: a multiple of its patch size, {step}, and at most its image size, {largest}"
         )
 
 
@@ -104,15 +121,7 @@ def shape_of(
             f"model.patch_dropout = {model.patch_dropout} requires clipkit's own image towers, not {model.label}"
         )
     if small.steps and small.image_size:
-        name = f"small.image_size = {small.image_size} does not fit {model.label}"
-        step = shape.vision.size_step
-        largest = shape.vision.image_size
-        if not step:
-            raise ConfigError(f"{name}: it requires clipkit's own image towers")
-        if small.image_size % step or small.image_size > largest:
-            raise ConfigError(
-                f"{name}: a multiple of its patch size, {step}, and at most its image size, {largest}"
-            )
+        _check_image_size("small.image_size", small.image_size, shape, model.label)
     if small.steps and small.context_length:
         name = f"small.context_length = {small.context_length} does not fit {model.label}"
         if shape.text.classes:
@@ -133,7 +142,7 @@ def shape_of(
 
 def select_shape(config: Config, terms: Mapping[str, Term] | None = None) -> Architecture:
     """Return the architecture that the settings of a run select with some of its local terms, see ``shape_of``."""
-    return shape_of(
+    shape = shape_of(
         config.model,
         config.loss,
         config.small,
@@ -141,6 +150,9 @@ def select_shape(config: Config, terms: Mapping[str, Term] | None = None) -> Arc
         sizes=config.shape,
         pixels=config.pixels,
     )
+    if size := config.select.image_size:
+        _check_image_size("select.image_size", size, shape, config.model.label)
+    return shape
 
 
 Tower = TypeVar("Tower", bound=TowerArchitecture)

@@ -212,7 +212,12 @@ class Workload:
 
     @property
     def rows(self) -> int:
-        """Number of pairs of a rank in a step."""
+        """Number of pairs that a rank trains in a step."""
+        return math.ceil(self.config.trained_pairs / self.world)
+
+    @property
+    def read_rows(self) -> int:
+        """Number of pairs that a rank reads in a step."""
         return math.ceil(self.config.batch_size / self.world)
 
     @property
@@ -229,13 +234,21 @@ class Workload:
     @property
     def text_rows(self) -> int:
         """Number of text features with which the loss compares an image."""
-        return select_objective(self.config).text_rows(self.model.architecture.text, self.config.batch_size)
+        return select_objective(self.config).text_rows(
+            self.model.architecture.text, self.config.trained_pairs
+        )
+
+    @property
+    def taught_rows(self) -> int:
+        """Number of pairs of a rank that ``teacher`` encodes in a step."""
+        rows = self.rows if self.config.distill.has_teacher else 0
+        select = self.config.select
+        return rows + (self.read_rows if select.fraction < 1 and select.by != "hard" else 0)
 
     @property
     def lacks_teacher(self) -> bool:
         """Whether the costs of a teacher are missing because it is not on this machine."""
-        distill = self.config.distill
-        return bool(distill.teacher) and not distill.is_average and self.teacher is None
+        return self.config.loads_teacher and self.teacher is None
 
     @property
     def ways(self) -> int:
@@ -335,8 +348,11 @@ _FEW = 2  # rows of a step whose FLOPs are measured; with one, batch norms have 
 
 
 def flops_of_steps(work: Workload) -> Callable[..., int] | None:
-    """Return a function from a batch's caption lengths, its image size, the lengths of its further texts and the
-    grids of its images of variable size to the FLOPs of this rank in a step; None if a tower cannot be measured.
+    """Return a function from a batch to the FLOPs of this rank in a step; None if a tower cannot be measured.
+
+    Its arguments are the caption lengths, the image size, the lengths of further texts, the grids of images of
+    variable size, and the lengths of the captions that the model scores for data selection. The FLOPs of a teacher,
+    or of the reference, do not count.
     """
     model = work.model
     if any(is_sharded(parameter) for parameter in model.parameters()):
@@ -367,15 +383,26 @@ def flops_of_steps(work: Workload) -> Callable[..., int] | None:
         flops = [image_flops(model, patches=size).both for size in sizes]
         return Polynomial.fit(sizes, flops, deg=len(sizes) - 1) - flops[-1]
 
+    @cache
+    def fit_scoring() -> Polynomial:
+        return _fit_lengths(lambda length: _scoring_flops(work, length), shape)
+
     def count(
-        lengths: Sequence[int], image_size: int, further: Sequence[int] = (), grids: Grids | None = None
+        lengths: Sequence[int],
+        image_size: int,
+        further: Sequence[int] = (),
+        grids: Grids | None = None,
+        scored: Sequence[int] = (),
     ) -> int:
         flops = float(fit_pairs(image_size)(np.array(lengths)).sum())
         if grids:
             flops += float(fit_images()(np.prod(grids, axis=1)).sum())
         if further:
             flops += float(fit_texts()(np.array(further)).sum())
-        return _gradients_of(work) * round(flops + _loss_flops(work, len(lengths)))
+        total = _gradients_of(work) * round(flops + _loss_flops(work, len(lengths)))
+        if scored:
+            total += round(float(fit_scoring()(np.array(scored)).sum()))
+        return total
 
     try:
         fit_pairs(shape.vision.image_size)
@@ -403,10 +430,18 @@ def step_flops(work: Workload, costs: StepCosts) -> int:
     longest = work.model.architecture.text.context_length
     flops = work.rows * costs.flops // costs.rows
     flops += work.rows * _average_flops(work, longest) + _loss_flops(work, work.rows)
-    flops *= work.world * _gradients_of(work)
+    flops *= _gradients_of(work)
+    if work.config.select.fraction < 1 and work.config.select.by != "easy":
+        flops += work.read_rows * _scoring_flops(work, longest)
     if work.teacher is not None:
-        flops += work.config.batch_size * _encoding_flops(work.teacher)
-    return flops
+        flops += work.taught_rows * _encoding_flops(work.teacher)
+    return flops * work.world
+
+
+def _scoring_flops(work: Workload, length: int) -> int:
+    """Return the FLOPs with which the model scores a pair for data selection, without products of features."""
+    images = image_flops(work.model, image_size=work.config.select.image_size).forward
+    return images + text_flops(work.model, length).forward
 
 
 def _gradients_of(work: Workload) -> int:
@@ -524,7 +559,7 @@ def memory_of(work: Workload, costs: StepCosts | None) -> Memory:
         activations=activations,
         loss=_FLOAT * (features + 3 * logits),
         # this step's and the next one's as they are stored
-        images=math.prod(vision.input_shape) * 2 * rows,
+        images=math.prod(vision.input_shape) * 2 * work.read_rows,
     )
 
 
@@ -596,7 +631,7 @@ def communication_of(work: Workload) -> Communication:
             gradients += sent(work.world, math.ceil(count / work.world) * work.world * size)
     features = 0.0
     if not select_objective(config).texts_are_classes:  # otherwise all ranks have all classes
-        rows = config.batch_size * config.data.caption_count
+        rows = config.trained_pairs * config.data.caption_count
         # features and their gradients, all-reduces of the greatest logits and of the sums of exponentials
         numbers = rows * (2 * work.model.architecture.embed_dim + 4)
         features = sent(work.world, _FLOAT * numbers)
@@ -788,7 +823,7 @@ def _fitting_settings(costs: Costs) -> Iterator[str]:
         if every not in measured:
             measured[every] = measure_workload(changed)
         parts = config.accumulate if settings else 2 * config.accumulate
-        while parts <= config.batch_size // work.world:
+        while parts <= config.trained_pairs // work.world:
             if parts > config.accumulate:
                 settings = {**settings, "accumulate": parts}
             changed = replace(work, config=replace(config, **settings))
@@ -809,7 +844,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
     """
     select_shape(config)  # mistakes are reported before anything is measured
     world = target.gpus or world_size()
-    check_split(config.batch_size, world=world, parts=config.accumulate)
+    check_split(config, world=world)
     bf16 = computes_in_bf16(config.precision, device)
     if gpu := target.gpu:
         bf16 = config.precision != "fp32"
@@ -825,7 +860,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
     teacher = None
-    source = "" if config.distill.is_average else config.distill.teacher
+    source = config.teacher.teacher if config.loads_teacher else ""
     if source.startswith(_OPEN_CLIP):
         with suppress(ClipkitError), torch.device("meta"):
             teacher = CLIP(create_architecture(source.partition("/")[0]), name=source)
@@ -877,7 +912,10 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
     image = f"an image of {patches} patches, the most," if patches else "an image,"
     yield "FLOPs", f"{_flops(estimate.image_flops.both)} {image} {caption}"
     taught = work.teacher is not None or work.config.distill.is_average
-    step = f"{_flops(estimate.step_flops)} a step of {work.config.batch_size:,} pairs, both passes"
+    pairs = f"{work.config.batch_size:,} pairs"
+    if work.config.select.fraction < 1:
+        pairs += f", {work.config.trained_pairs:,} of them trained"
+    step = f"{_flops(estimate.step_flops)} a step of {pairs}, both passes"
     yield "", f"{step}, with the teacher's" if taught else step
 
 

@@ -172,7 +172,8 @@ class Log:
         flops = 0
         if self._flops is not None:
             further = batch.more_lengths + batch.negative_lengths + batch.field_lengths
-            flops = self._flops(batch.lengths, batch.images.shape[-1], further, batch.grids)
+            size = batch.images.shape[-1]
+            flops = self._flops(batch.lengths, size, further, batch.grids, batch.scored_lengths)
         self._rates.step(
             samples=self._config.batch_size,
             flops=flops,
@@ -224,6 +225,8 @@ class Log:
         if write_samples:
             self._losses.write(step)
         metrics = {"samples": self._drawn, **self._results, **figures, **self._state.figures()}
+        if self._config.select.fraction < 1:
+            metrics["samples_trained"] = step * self._config.trained_pairs
         metrics |= self._rates.collect()
         record: dict[str, object] = {}
         slow = ""

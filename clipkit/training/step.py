@@ -5,6 +5,7 @@ Random draws are functions of the seed, the step and the place in the global bat
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -17,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from clipkit.api import load
 from clipkit.batch import Batch
-from clipkit.config import Config, DataConfig, DistillConfig, LossConfig
-from clipkit.distributed import known_rows, rank, sum_over_ranks, world_size
+from clipkit.config import Config, DataConfig, DistillConfig, LossConfig, SelectConfig
+from clipkit.distributed import gather_row_counts, known_rows, rank, sum_over_ranks, world_size
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import model_hash
 from clipkit.model.architectures import Architecture
@@ -43,6 +44,7 @@ from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import is_sharded, local_gradients, split_evenly
+from clipkit.training.selection import choose_pairs, take_pairs
 
 Loss = Callable[..., Tensor]
 
@@ -271,14 +273,19 @@ def seeds_of(seed: int, step: int, rank: int, parts: int) -> list[int]:
     return [seed_of(seed, step, rank, part) for part in range(parts)]
 
 
-def averaged_teaching(
-    module: nn.Module, averaged: AveragedWeights, inputs: Mapping[str, Any], *, bf16: bool, tokens: bool
+def encode_pairs(
+    module: nn.Module,
+    inputs: Mapping[str, Any],
+    *,
+    averaged: AveragedWeights | None = None,
+    bf16: bool,
+    tokens: bool = False,
 ) -> Teaching:
-    """Encode a batch with the averaged weights, without patch dropout; all ranks call this together.
+    """Encode a batch without gradients and patch dropout; all ranks call this together.
 
     Args:
         module: a CLIP, possibly wrapped in DistributedDataParallel or sharded.
-        averaged: its averaged weights.
+        averaged: averaged weights, which take the place of the model's.
         inputs: this rank's ``images`` and ``tokens``, maybe ``lengths`` and ``projections``; see ``CLIP.forward``.
         bf16: whether the towers run in bfloat16.
         tokens: whether to return the images' tokens too.
@@ -288,7 +295,8 @@ def averaged_teaching(
     pixels = inputs["images"]
     projections = inputs.get("projections")
     precision = torch.autocast(pixels.device.type, torch.bfloat16, enabled=bf16)
-    with averaged.applied(), evaluation_mode(bare), torch.no_grad(), precision:
+    weights = nullcontext() if averaged is None else averaged.applied()
+    with weights, evaluation_mode(bare), torch.no_grad(), precision:
         if tokens:
             images, seen = bare.image_tokens(pixels, projections=projections)
         else:
@@ -298,12 +306,12 @@ def averaged_teaching(
 
 
 class Teacher:
-    """A CLIP that encodes each batch for distillation; its weights do not change.
+    """A CLIP that encodes each batch for distillation or data selection; its weights do not change.
 
     Letters: B batch, S side of the images, L tokens.
 
     Args:
-        source: a model as for ``clipkit.load``.
+        settings: the section of the configuration that names it.
         student: the model in training; its tokens must be the teacher's. If it has a head of classes, the teacher
             classifies images by its own head of the same classes, or by the prompts "a photo of a CLASS."
         device: where it encodes.
@@ -317,24 +325,25 @@ class Teacher:
         fingerprint: hash of its weights, architecture and preprocessing.
     """
 
-    def __init__(self, source: str, student: CLIP, *, device: torch.device, bf16: bool) -> None:
-        self._model = load(source).requires_grad_(False)
+    def __init__(
+        self, settings: DistillConfig | SelectConfig, student: CLIP, *, device: torch.device, bf16: bool
+    ) -> None:
+        self._model = load(settings.teacher).requires_grad_(False)
+        stated = f"{settings.model_setting} = {settings.teacher!r}"
         self.fingerprint = model_hash(self._model)
         self._model.to(device)
         self._device = device
         self._bf16 = bf16
         if self._model.architecture.vision.budget is not None:
             raise ConfigError(
-                f"distill.teacher = {source!r} reads images of variable size: store its features and set "
-                "distill.features"
+                f"{stated} reads images of variable size: store its features and set {settings.section}features"
             )
         self._classes: Tensor | None = None  # (C, P)
         if names := student.architecture.text.classes:
             own_names = self._model.architecture.text.classes
             if own_names and set(own_names) != set(names):
                 raise ConfigError(
-                    f"distill.teacher = {source!r} has other classes ({len(own_names):,}) than model.text "
-                    f"({len(names):,})"
+                    f"{stated} has other classes ({len(own_names):,}) than model.text ({len(names):,})"
                 )
             self._classes = zero_shot_classifier(self._model, names, allow_indistinguishable=True).T
             return
@@ -344,8 +353,8 @@ class Teacher:
         length = min(tokens.shape[1], student_tokens.shape[1])  # context lengths may differ
         if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
-                f"distill.teacher = {source!r} has another tokenizer than {student.name}: choose a teacher with "
-                "CLIP's tokenizer, or store its features and set distill.features"
+                f"{stated} has another tokenizer than {student.name}: choose a model with its tokenizer, or store "
+                f"its features and set {settings.section}features"
             )
 
     def __call__(self, images: Tensor, tokens: Tensor) -> Teaching:
@@ -353,16 +362,21 @@ class Teacher:
         side = self._model.architecture.vision.image_size
         length = self._model.architecture.text.context_length
         with torch.no_grad(), torch.autocast(self._device.type, torch.bfloat16, enabled=self._bf16):
-            if images.shape[-1] != side:
-                resized = F.interpolate(images.float(), (side, side), mode="bicubic", antialias=True)
-                images = resized.round_().clamp_(0, 255).to(torch.uint8)
             return Teaching(
-                images=self._model.encode_image(images),
+                images=self._model.encode_image(resize_images(images, side)),
                 texts=self._model.encode_text(_cut(tokens, length))
                 if self._classes is None
                 else self._classes,
                 scale=self._model.logit_scale.detach().exp(),
             )
+
+
+def resize_images(images: Tensor, side: int) -> Tensor:
+    """Resize uint8 images (B, 3, S, S)."""
+    if images.shape[-1] == side:
+        return images
+    resized = F.interpolate(images.float(), (side, side), mode="bicubic", antialias=True)
+    return resized.round_().clamp_(0, 255).to(torch.uint8)
 
 
 def _cut(tokens: Tensor, length: int) -> Tensor:
@@ -497,6 +511,14 @@ def _keep_scalars(loss: Tensor, outputs: Outputs) -> Tensor:
     return loss if outputs.bias is None else loss + 0 * outputs.bias
 
 
+def _join_parts(parts: Sequence[Teaching]) -> Teaching:
+    images, texts = (torch.cat([getattr(part, side) for part in parts]) for side in ("images", "texts"))
+    return Teaching(images=images, texts=texts, scale=parts[0].scale)
+
+
+_SELECTION = 5  # distinguishes the random draws of data selection from those of terms
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingStep:
     """Computes a step's gradients as a function of the model, the batch and the number of the step.
@@ -506,7 +528,8 @@ class TrainingStep:
         loss: settings of the loss.
         terms: the local terms by name.
         distill: settings of distillation.
-        teacher: a teacher that encodes each batch, if there is one.
+        select: settings of data selection.
+        teacher: a model that encodes each batch, as a teacher or as a reference, if there is one.
         patch_dropout: fraction of patches that is dropped.
         seed: seed of the run.
         accumulate: parts in which this rank's rows are computed.
@@ -518,12 +541,14 @@ class TrainingStep:
         logs_samples: the setting ``log.samples``.
         state: state of the objective and the terms, on the device.
         steps: number of steps of the run.
+        padding: the token behind the end of shorter texts.
     """
 
     shape: Architecture
     objective: Objective
     loss: LossConfig
     distill: DistillConfig = field(default_factory=DistillConfig)
+    select: SelectConfig = field(default_factory=SelectConfig)
     teacher: Teacher | None = None
     patch_dropout: float = 0.0
     seed: int = 0
@@ -537,6 +562,7 @@ class TrainingStep:
     logs_samples: bool = False
     state: ObjectiveState = field(default_factory=lambda: ObjectiveState({}))
     steps: int = 1
+    padding: int = 0
 
     @classmethod
     def from_config(
@@ -561,8 +587,8 @@ class TrainingStep:
         if shape.projections:
             by_source["first_samples"] = torch.tensor(first_samples, device=device)
             by_source["projection_numbers"] = torch.tensor(config.projection_numbers, device=device)
-        if config.distill.teacher and not config.distill.is_average:
-            teacher = Teacher(config.distill.teacher, model, device=device, bf16=bf16)
+        if config.loads_teacher:
+            teacher = Teacher(config.teacher, model, device=device, bf16=bf16)
         objective = select_objective(config)
         terms = select_terms(config)
         return cls(
@@ -570,6 +596,7 @@ class TrainingStep:
             objective=objective,
             loss=config.loss,
             distill=config.distill,
+            select=config.select,
             teacher=teacher,
             patch_dropout=config.model.patch_dropout,
             seed=config.seed,
@@ -581,6 +608,7 @@ class TrainingStep:
             steps=config.steps,
             sides=Sides.from_config(config.data),
             logs_samples=config.log.samples,
+            padding=getattr(model.tokenizer, "padding", 0) if config.select.fraction < 1 else 0,
             **by_source,
         )
 
@@ -594,6 +622,63 @@ class TrainingStep:
         scale = model.logit_scale
         clamped = scale.clamp(0, math.log(self.objective.max_scale))
         scale.copy_(torch.where(skip, scale, clamped))
+
+    def select_pairs(
+        self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
+    ) -> Batch:
+        """Return this rank's part of the pairs that are trained after ``step`` updates, chosen of the global batch.
+
+        Without ``select.fraction`` these are all. Pairs are scored by the image and its first caption, also with
+        further captions or fields. All ranks call this together.
+        """
+        if self.select.fraction == 1:
+            return batch
+        if watch is not None:
+            watch.begin("forward")
+        with known_rows(batch.rank_rows):
+            counts = gather_row_counts(len(batch.ids))
+            count = self.select.count_pairs(sum(counts))
+            chosen, learnability = choose_pairs(
+                self._score_models(module, batch, counts, count),
+                batch.identities[: len(batch.ids)],
+                count=count,
+                chunks=self.select.chunks,
+                seed=seed_of(self.seed, step, _SELECTION),
+                rows=batch.rows,
+            )
+            lengths = () if self.select.by == "easy" else batch.lengths
+            if not self.distill.has_teacher:
+                batch = replace(batch, teacher=None)
+            taken = take_pairs(batch, chosen.tolist(), padding=self.padding)
+        return replace(taken, learnability=learnability, scored_lengths=lengths)
+
+    def _score_models(
+        self, module: nn.Module, batch: Batch, counts: Sequence[int], count: int
+    ) -> list[tuple[int, Teaching]]:
+        """Encode this rank's pairs by the model and by the reference, as many at a time as a step trains.
+
+        Args:
+            counts: number of pairs of each rank.
+            count: number of pairs that a step trains.
+        """
+        inputs = self._pair_inputs(batch)
+        size = self.select.image_size
+        if size and size < batch.images.shape[-1]:
+            inputs["images"] = resize_images(batch.images, size)
+        rows = math.ceil(count / len(counts) / self.accumulate)
+        parts = min(math.ceil(max(counts) / rows), *counts)  # the same on all ranks, as sharded models need
+        models = []
+        if self.select.by != "easy":
+            encoded = [encode_pairs(module, cut_rows(inputs, i, parts), bf16=self.bf16) for i in range(parts)]
+            models.append((1, _join_parts(encoded)))
+        if self.select.by == "hard":
+            return models
+        reference = self._stored_teaching(batch)
+        if self.teacher is not None:
+            inputs = {"images": batch.images, "tokens": batch.tokens}
+            reference = _join_parts([self.teacher(**cut_rows(inputs, i, parts)) for i in range(parts)])
+        assert reference is not None
+        return [*models, (-1, reference)]
 
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
@@ -611,20 +696,11 @@ class TrainingStep:
 
         # 1. The texts: captions, further and wrong captions and other fields behind them; or all rows of the text
         # tower.
-        pairs: dict[str, Any] = {
-            "images": batch.images,
-            "tokens": batch.tokens,
-            "lengths": batch.lengths,
-            "grids": batch.grids,
-        }
+        pairs = self._pair_inputs(batch)
         if self.objective.texts_are_classes:
             rows = self.objective.text_rows(self.shape.text, len(batch.images))
             pairs["tokens"] = torch.arange(rows, device=batch.tokens.device)[:, None]
             pairs["lengths"] = None
-        if self.first_samples is not None and self.projection_numbers is not None:
-            image_numbers = batch.identities[: len(batch.images), 0].contiguous()
-            source = torch.bucketize(image_numbers, self.first_samples, right=True) - 1
-            pairs["projections"] = self.projection_numbers[source]
         inputs = dict(pairs)
         further = [tokens for tokens in (batch.more, batch.negatives, batch.fields) if tokens is not None]
         if further:
@@ -646,7 +722,7 @@ class TrainingStep:
         def teach() -> Teaching:
             assert self.averaged is not None
             tokens = self.shape.masked == "features"
-            return averaged_teaching(module, self.averaged, pairs, bf16=self.bf16, tokens=tokens)
+            return encode_pairs(module, pairs, averaged=self.averaged, bf16=self.bf16, tokens=tokens)
 
         teaching = teach() if self.distill.is_average else self._teaching(batch)
 
@@ -693,14 +769,34 @@ class TrainingStep:
         terms = self.terms.values()
         return self.distill.is_average or any(term.uses_average and term.after <= step for term in terms)
 
+    def _pair_inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return arguments of ``CLIP.forward`` for images and their captions."""
+        pairs: dict[str, Any] = {
+            "images": batch.images,
+            "tokens": batch.tokens,
+            "lengths": batch.lengths,
+            "grids": batch.grids,
+        }
+        if self.first_samples is not None and self.projection_numbers is not None:
+            image_numbers = batch.identities[: len(batch.images), 0].contiguous()
+            source = torch.bucketize(image_numbers, self.first_samples, right=True) - 1
+            pairs["projections"] = self.projection_numbers[source]
+        return pairs
+
     def _teaching(self, batch: Batch) -> Teaching | None:
+        if not self.distill.has_teacher:
+            return None
         if self.teacher is not None:
             return self.teacher(batch.images, batch.tokens)
+        return self._stored_teaching(batch)
+
+    def _stored_teaching(self, batch: Batch) -> Teaching | None:
         if batch.teacher is None:
             return None
         images, texts = batch.teacher
         assert texts is not None
-        scale = torch.full((), self.distill.scale, device=images.device)
+        stored = self.select if self.select.features else self.distill
+        scale = torch.full((), stored.scale, device=images.device)
         return Teaching(images=images, texts=texts, scale=scale)
 
     def _local_terms(self, batch: Batch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
@@ -730,6 +826,9 @@ class TrainingStep:
     def _figures(self, batch: Batch, features: Features) -> dict[str, float]:
         targets = self._make_targets(batch)
         figures = {f"loss_{name}": float(value) for name, value in features.terms.items()}
+        if batch.learnability is not None:
+            read, trained = batch.learnability.tolist()
+            figures |= {"learnability_read": read, "learnability_trained": trained}
         # the levels would depend on the teacher, and terms and wrong captions have none
         further = batch.negatives is not None or batch.more is not None
         if not (self.distill.has_teacher or self.terms or further):

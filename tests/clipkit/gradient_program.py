@@ -46,7 +46,7 @@ from clipkit.objectives.words import Words
 from clipkit.training.build import lock
 from clipkit.training.ema import AveragedWeights
 from clipkit.training.parallel import clip_gradients, complete_gradients, replicated, shard, without_values
-from clipkit.training.step import LocalTerms, Sides, averaged_teaching, backward, batch_loss
+from clipkit.training.step import LocalTerms, Sides, backward, batch_loss, encode_pairs
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # BATCH is divisible by no number of ranks or parts
 ACCUMULATIONS = (1, 2, 5)
@@ -274,7 +274,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         averaged.restore(CLIP(shape).initialize().to(way.dtype).state_dict(), origin="others")
         pairs = {name: value for name, value in given.items() if name != "patches"}
         tokens = way.masked == "features"
-        return averaged_teaching(trained, averaged, pairs, bf16=False, tokens=tokens)
+        return encode_pairs(trained, pairs, averaged=averaged, bf16=False, tokens=tokens)
 
     if way.loss == "self-taught":
         teaching, distill = teach(), DistillConfig(teacher="average", weight=0.3)

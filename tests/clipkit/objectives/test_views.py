@@ -17,7 +17,7 @@ from clipkit.objectives.views import Views, cut_views, draw_boxes, select_view_s
 from clipkit.training.build import shape_of
 from clipkit.training.costs import measure_step, workloads_of
 from clipkit.training.ema import AveragedWeights
-from clipkit.training.step import averaged_teaching
+from clipkit.training.step import encode_pairs
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.toml"
 
@@ -93,7 +93,7 @@ def test_averaged_weights_teach_and_the_model_keeps_its_own() -> None:
     images = torch.randint(0, 256, (4, 3, 16, 16), dtype=torch.uint8, generator=random)
     texts = model.tokenizer(["a", "b", "c", "d"])
     inputs = {"images": images, "tokens": texts}
-    taught = averaged_teaching(model, averaged, inputs, bf16=False, tokens=True)
+    taught = encode_pairs(model, inputs, averaged=averaged, bf16=False, tokens=True)
     with torch.no_grad():
         expected = (*other.image_tokens(images), other.encode_text(texts))
     for found, wanted in zip((taught.images, taught.tokens, taught.texts), expected, strict=True):
