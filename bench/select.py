@@ -8,11 +8,11 @@ EfficientNet-Lite0 (see ``python -m bench.emoji --lite0``) and a locked text enc
 features. Each step trains as many pairs as with uniform sampling (``select.fraction=1``), and reads 1 / fraction
 times as many. ``--lengths`` are multiples of the number of steps, each with a schedule of its length.
 
-The fraction ``--noise`` of the captions is exchanged with each other. The reference is a model of the same settings,
-trained on a half of the pairs before captions were exchanged (``data.fraction=0.5``, seed 100); its features are
-stored. ``--by`` selects the rule of selection. Figures of each run: the curve of zero-shot accuracy over trained
-samples, and the FLOPs of all steps, scoring included. Recorded runs are not repeated, so the comparison can be made
-piecewise; delete rows of the file to measure again.
+The fraction ``--noise`` of the captions is exchanged with each other. The reference is a model of the same
+settings, trained on a half of the pairs before captions were exchanged (``data.fraction=0.5``, seed 100); its
+features are stored. ``--by`` selects the rule of selection. Figures of each run: the curve of zero-shot accuracy
+over trained samples, and the FLOPs of all steps, scoring included. Recorded runs are not repeated, so the
+comparison can be made piecewise; delete rows of the file to measure again.
 """
 
 import argparse
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "select.json"
 CONFIG = "configs/emoji.toml"
 HEADS = (
-    "model.name=ViT-B-32", "model.image=timm:tf_efficientnet_lite0", "model.image_size=224",
+    "model.name=ViT-B-32", "model.image=timm:tf_efficientnet_lite0", "model.image_size=96",
     'model.image_options={"projection": "mlp", "dropout": 0.3}', "model.context_length=0", "lock.image=backbone",
     "lock.text=backbone", "lock.store=true", "data.crop_scale=1", "data.color_jitter=0", "data.grayscale=0",
     "optim.name=adamw", "optim.lr=1e-3", "optim.weight_decay=0.1",

@@ -19,6 +19,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,8 @@ from clipkit.objectives import compare_pairs
 from clipkit.objectives.distill import Teaching
 from clipkit.objectives.tiles import GlobalBatch, compute_tiles
 from clipkit.training.parallel import split_evenly
+
+BatchKind = TypeVar("BatchKind", bound=Batch)
 
 
 @torch.no_grad()
@@ -118,7 +121,7 @@ class _Context:
         return F.softplus(self._sums - self._logits).sum(0)
 
 
-def take_pairs(batch: Batch, chosen: Sequence[int], *, padding: int) -> Batch:
+def take_pairs(batch: BatchKind, chosen: Sequence[int], *, padding: int) -> BatchKind:
     """Return this rank's part of the chosen pairs, which ranks exchange; all ranks call this together.
 
     Args:

@@ -44,7 +44,7 @@ from clipkit.training.build import patch_counts
 from clipkit.training.ema import AveragedWeights, RunningStatistics
 from clipkit.training.metrics import Stopwatch
 from clipkit.training.parallel import is_sharded, local_gradients, split_evenly
-from clipkit.training.selection import choose_pairs, take_pairs
+from clipkit.training.selection import BatchKind, choose_pairs, take_pairs
 
 Loss = Callable[..., Tensor]
 
@@ -624,8 +624,8 @@ class TrainingStep:
         scale.copy_(torch.where(skip, scale, clamped))
 
     def select_pairs(
-        self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
-    ) -> Batch:
+        self, module: nn.Module, batch: BatchKind, step: int, watch: Stopwatch | None = None
+    ) -> BatchKind:
         """Return this rank's part of the pairs that are trained after ``step`` updates, chosen of the global batch.
 
         Without ``select.fraction`` these are all. Pairs are scored by the image and its first caption, also with
