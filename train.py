@@ -322,6 +322,15 @@ def open_writer(config: Config, compute: TrainingStep, newest: Path | None) -> c
     )
 
 
+def replay_step(
+    model: CLIP, compute: TrainingStep, train_loader: loader.Loader, step: int, device: torch.device
+) -> list[str]:
+    """Repeat the step after ``step`` updates in one process, and return what is not finite."""
+    batch = train_loader.on_device(train_loader.batch(step), step, device)
+    batch = compute.select_pairs(model, batch, step)
+    return guards.replay(model, compute, batch, step, train_loader.names(batch.ids))
+
+
 def open_scorer(
     config: Config,
     model: CLIP,
@@ -485,10 +494,7 @@ def main(arguments: Arguments) -> int:
         unfreezing.lock_for_step(state.step)
         train_loader = store_backbone_features(config, model, train_loader, bf16=bf16)
         if arguments.replay:
-            repeated = train_loader.on_device(train_loader.batch(state.step), state.step, device)
-            repeated = compute.select_pairs(model, repeated, state.step)
-            names = train_loader.names(repeated.ids)
-            print(*guards.replay(model, compute, repeated, state.step, names), sep="\n")
+            print(*replay_step(model, compute, train_loader, state.step, device), sep="\n")
             return 0
 
         # 7. The loop: first what observes it.

@@ -588,7 +588,7 @@ class Communication:
 
 
 def communication_of(work: Workload) -> Communication:
-    """Count the bytes that each rank sends in a step; those of a further objective's sums are not counted."""
+    """Count the bytes that each rank sends in a step, without a further objective's sums and data selection."""
 
     def sent(ranks: int, size: int) -> float:
         return size * (ranks - 1) / ranks

@@ -636,12 +636,10 @@ class TrainingStep:
         if watch is not None:
             watch.begin("forward")
         with known_rows(batch.rank_rows):
-            counts = gather_row_counts(len(batch.ids))
-            count = self.select.count_pairs(sum(counts))
             chosen, learnability = choose_pairs(
-                self._score_models(module, batch, counts, count),
+                self._score_models(module, batch),
                 batch.identities[: len(batch.ids)],
-                count=count,
+                count=self.select.count_pairs(sum(gather_row_counts(len(batch.ids)))),
                 chunks=self.select.chunks,
                 seed=seed_of(self.seed, step, _SELECTION),
                 rows=batch.rows,
@@ -652,20 +650,14 @@ class TrainingStep:
             taken = take_pairs(batch, chosen.tolist(), padding=self.padding)
         return replace(taken, learnability=learnability, scored_lengths=lengths)
 
-    def _score_models(
-        self, module: nn.Module, batch: Batch, counts: Sequence[int], count: int
-    ) -> list[tuple[int, Teaching]]:
-        """Encode this rank's pairs by the model and by the reference, as many at a time as a step trains.
-
-        Args:
-            counts: number of pairs of each rank.
-            count: number of pairs that a step trains.
-        """
+    def _score_models(self, module: nn.Module, batch: Batch) -> list[tuple[int, Teaching]]:
+        """Encode this rank's pairs by the model and by the reference, as many at a time as a step trains."""
         inputs = self._pair_inputs(batch)
         size = self.select.image_size
         if size and size < batch.images.shape[-1]:
             inputs["images"] = resize_images(batch.images, size)
-        rows = math.ceil(count / len(counts) / self.accumulate)
+        counts = gather_row_counts(len(batch.ids))
+        rows = math.ceil(self.select.count_pairs(sum(counts)) / len(counts) / self.accumulate)
         parts = min(math.ceil(max(counts) / rows), *counts)  # the same on all ranks, as sharded models need
         models = []
         if self.select.by != "easy":
