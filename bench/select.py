@@ -120,7 +120,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/select"))
     parser.add_argument("--name", default="emoji", help="name of these settings in the results")
     arguments, settings = parser.parse_known_args()
+    stated = [*settings]
     if arguments.heads:
+        stated = [*HEADS, *settings]  # without paths of weights
         weights, folder = arguments.heads
         towers = [
             f"model.image_weights={weights}",
@@ -170,7 +172,7 @@ def main() -> None:
                         curve = read_curve(out, config.trained_pairs)
                         rows.append({**key, "curve": curve, "flops": count_flops(config)})
                         stored[arguments.name] = {
-                            "settings": settings,
+                            "settings": stated,
                             "runs": rows,
                             "summary": summarize(rows),
                         }
