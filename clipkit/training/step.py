@@ -767,8 +767,9 @@ class TrainingStep:
             "images": batch.images,
             "tokens": batch.tokens,
             "lengths": batch.lengths,
-            "grids": batch.grids,
         }
+        if batch.grids is not None:
+            pairs["grids"] = batch.grids
         if self.first_samples is not None and self.projection_numbers is not None:
             image_numbers = batch.identities[: len(batch.images), 0].contiguous()
             source = torch.bucketize(image_numbers, self.first_samples, right=True) - 1
