@@ -1377,14 +1377,14 @@ class Config(Section):
         select = self.select
         if select.fraction == 1 or select.by == "hard":
             return
-        given = bool(select.reference or select.features)
+        has_reference = bool(select.reference or select.features)
         teaches = self.distill.has_teacher and not self.distill.is_average
         alone = "expected none: the teacher of distillation is the reference"
         for name in ("reference", "features"):
             value = getattr(select, name)
             require(not (teaches and value), f"select.{name}", value, alone)
         other = "select.reference, select.features or select.by=hard"
-        require_use("select.fraction", select.fraction, other, given or teaches)
+        require_use("select.fraction", select.fraction, other, has_reference or teaches)
 
     @property
     def trained_pairs(self) -> int:

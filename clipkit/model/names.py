@@ -151,7 +151,7 @@ def create_architecture(
 
 
 def check_names(name: str, image: str = "", text: str = "", *, called: str = "model.name") -> None:
-    """Check names without loading a library; an empty one is none."""
+    """Check names, each of which may be empty, without loading a library."""
     if name.startswith(OPEN_CLIP):
         base = _remove_quickgelu(name.removeprefix(OPEN_CLIP))
         if lacks_image_tower(base):

@@ -439,9 +439,17 @@ def step_flops(work: Workload, costs: StepCosts) -> int:
 
 
 def _scoring_flops(work: Workload, length: int) -> int:
-    """Return the FLOPs with which the model scores a pair for data selection, without products of features."""
-    images = image_flops(work.model, image_size=work.config.select.image_size).forward
-    return images + text_flops(work.model, length).forward
+    """Return the FLOPs with which the model scores a pair for data selection, without products of features.
+
+    Of a tower whose features are stored, only the projection computes, which is not counted.
+    """
+    lock = work.config.lock
+    flops = 0
+    if not lock.stores("image"):
+        flops += image_flops(work.model, image_size=work.config.select.image_size).forward
+    if not lock.stores("text"):
+        flops += text_flops(work.model, length).forward
+    return flops
 
 
 def _gradients_of(work: Workload) -> int:

@@ -329,21 +329,21 @@ class Teacher:
         self, settings: DistillConfig | SelectConfig, student: CLIP, *, device: torch.device, bf16: bool
     ) -> None:
         self._model = load(settings.teacher).requires_grad_(False)
-        stated = f"{settings.model_setting} = {settings.teacher!r}"
+        label = f"{settings.model_setting} = {settings.teacher!r}"
         self.fingerprint = model_hash(self._model)
         self._model.to(device)
         self._device = device
         self._bf16 = bf16
         if self._model.architecture.vision.budget is not None:
             raise ConfigError(
-                f"{stated} reads images of variable size: store its features and set {settings.section}features"
+                f"{label} reads images of variable size: store its features and set {settings.section}features"
             )
         self._classes: Tensor | None = None  # (C, P)
         if names := student.architecture.text.classes:
             own_names = self._model.architecture.text.classes
             if own_names and set(own_names) != set(names):
                 raise ConfigError(
-                    f"{stated} has other classes ({len(own_names):,}) than model.text ({len(names):,})"
+                    f"{label} has other classes ({len(own_names):,}) than model.text ({len(names):,})"
                 )
             self._classes = zero_shot_classifier(self._model, names, allow_indistinguishable=True).T
             return
@@ -353,7 +353,7 @@ class Teacher:
         length = min(tokens.shape[1], student_tokens.shape[1])  # context lengths may differ
         if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
-                f"{stated} has another tokenizer than {student.name}: choose a model with its tokenizer, or store "
+                f"{label} has another tokenizer than {student.name}: choose a model with its tokenizer, or store "
                 f"its features and set {settings.section}features"
             )
 
