@@ -140,14 +140,15 @@ def test_teacher_costs_memory_and_time() -> None:
     alone = costs_of(config, 1)
     with torch.device("meta"):
         teacher = CLIP(ARCHITECTURES["ViT-B-32"])
-    taught = costs_of(config, 1, teacher=teacher)
+    distilled = replace(config, distill=DistillConfig(teacher="elsewhere"))
+    taught = costs_of(distilled, 1, teacher=teacher)
     numbers = sum(alone.estimate.parameters.values())
     assert 4 * numbers < taught.estimate.memory.teacher <= 6 * numbers
     assert taught.estimate.memory.total - alone.estimate.memory.total == taught.estimate.memory.teacher
     assert alone.estimate.hours is not None and taught.estimate.hours is not None
     # one more forward pass
     assert taught.estimate.hours == pytest.approx(4 / 3 * alone.estimate.hours, rel=0.02)
-    elsewhere = costs_of(replace(config, distill=DistillConfig(teacher="elsewhere")), 1)
+    elsewhere = costs_of(distilled, 1)
     assert elsewhere.estimate.work.lacks_teacher and elsewhere.fits is None
     assert "a teacher that is not on this machine: not known" in text_of(elsewhere)
 
