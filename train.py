@@ -8,7 +8,6 @@ continues beyond the run's end, at the learning rate that the longer run has the
 import os
 import signal
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -524,7 +523,6 @@ def main(arguments: Arguments) -> int:
         batches = loader.DeviceBatches(train_loader, state.step, config.steps, device)
         step = state.step
         stopped = False
-        saved_at = time.monotonic()
         try:
             distributed.allow_long_waits()
             if scores_at_start(config, step):
@@ -538,11 +536,10 @@ def main(arguments: Arguments) -> int:
                 log.watch.begin("data")
                 batch = next(batches)
                 log.add_bad_samples(step + 1, batch.bad)
-                minutes = (time.monotonic() - saved_at) / 60
                 totals = distributed.start_totals(
                     **batch.counts,
                     asked_to_stop=stop.number > 0,
-                    time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= minutes,
+                    time_to_save=rank0 and 0 < config.checkpoint.every_minutes <= writer.minutes_since_save,
                 )
                 if changed := unfreezing.lock_for_step(step):
                     del trained
@@ -552,8 +549,7 @@ def main(arguments: Arguments) -> int:
 
                 # 7b. The gradient of the global batch, or of the pairs chosen of it, clipped.
                 rate = training.learning_rate(step, config.steps, config.optim)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate * group["lr_scale"]
+                optim.set_learning_rate(optimizer, rate)
                 optimizer.zero_grad(set_to_none=True)
                 if statistics or config.optim.sam or compute.swaps(step):
                     writer.wait_until_copied()
@@ -640,7 +636,6 @@ def main(arguments: Arguments) -> int:
                     writer.begin(model, optimizer, state, averaged, best=scorer.best.step)
                     if last or stopped or scorer.best.is_exhausted:
                         writer.finish()
-                    saved_at = time.monotonic()
                 if due_score or due_save:
                     log.leave_out()
                 distributed.end_long_waits()

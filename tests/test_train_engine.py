@@ -291,6 +291,14 @@ def test_dry_run_prints_costs_and_creates_no_files(trainings: Trainings, tmp_pat
     assert max(map(len, table.splitlines())) <= 80
 
 
+def test_checkpoints_by_the_clock(trainings: Trainings, tmp_path: Path) -> None:
+    often, seldom = tmp_path / "often", tmp_path / "seldom"
+    trainings.run(often, "steps=3", "checkpoint.every_steps=0", "checkpoint.every_minutes=1e-9")
+    trainings.run(seldom, "steps=3", "checkpoint.every_steps=0")
+    assert [checkpoint(often, step).exists() for step in (1, 2, 3)] == [True, True, True]
+    assert [checkpoint(seldom, step).exists() for step in (1, 2, 3)] == [False, False, True]
+
+
 def test_sigusr1_saves_within_a_step(trainings: Trainings, tmp_path: Path) -> None:
     out = tmp_path / "run"
     running = trainings.start(out, "steps=1000")

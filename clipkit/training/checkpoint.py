@@ -10,6 +10,7 @@ import json
 import re
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -367,6 +368,7 @@ class CheckpointWriter:
         self._damaged = set() if newest is None else set(list_skipped_checkpoints(newest))
         self._step = 0 if newest is None else read_json(newest / "state.json")["step"]
         self._saved = None if newest is None else self._step
+        self._saved_at = time.monotonic()
         best = best_checkpoint(run)
         self._best = None if best is None else parse_step(best.name)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -381,6 +383,11 @@ class CheckpointWriter:
     def saved_step(self) -> int:
         """The step of the newest checkpoint; 0 if there is none."""
         return self._saved or 0
+
+    @property
+    def minutes_since_save(self) -> float:
+        """Minutes since the newest checkpoint was begun, or since the start."""
+        return (time.monotonic() - self._saved_at) / 60
 
     def mark_best(self, step: int | None) -> None:
         """Make BEST name the checkpoint of a step, which is kept; remove BEST if there is none."""
@@ -437,6 +444,7 @@ class CheckpointWriter:
         ):
             raise CheckpointError(describe_bad_weights(self._run, state.step, name, saved=self._saved))
         self._step = state.step
+        self._saved_at = time.monotonic()
         self._best = best
         holders = ranks_of_replica(weights.values())
         if rank() and holders is None:

@@ -112,6 +112,12 @@ def make_optimizer(model: CLIP, config: OptimConfig) -> Optimizer:
     return OPTIMIZERS[config.name].make(model, config)
 
 
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Give each group the schedule's rate times the group's ``lr_scale``."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["lr_scale"]
+
+
 def make_update(optimizer: Optimizer, name: str, *, skip: Tensor) -> None:
     """Make one update unless ``skip``, a bool scalar on the device, which is not waited for if possible.
 

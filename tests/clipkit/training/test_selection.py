@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from clipkit.batch import Batch, TeacherFeatures
-from clipkit.config import Config, DistillConfig, SelectConfig
+from clipkit.config import Config, DistillConfig, LockConfig, SelectConfig
 from clipkit.errors import ConfigError
 from clipkit.model.clip import create
 from clipkit.objectives.clip import Clip
@@ -217,6 +217,12 @@ def test_costs_count_scoring_and_training() -> None:
     taught = Workload(model=model, config=reference, teacher=model)
     assert step_flops(taught, costs[1]) - few == pytest.approx(2 * (selected - few), rel=0.01)
     assert Workload(model=model, config=reference).lacks_teacher
+    lock = LockConfig(image="backbone", text="backbone", store=True)
+    stored, few_stored = (
+        step_flops(Workload(model=model, config=replace(settings, lock=lock)), costs[1])
+        for settings in (selecting, small)
+    )
+    assert stored == few_stored  # the backbones of scored pairs do not compute
     memories = [memory_of(work, cost) for work, cost in zip(works, costs, strict=True)]
     assert memories[1].images == memories[0].images and memories[1].activations == memories[2].activations
     count = flops_of_steps(works[1])
