@@ -865,7 +865,7 @@ class SelectConfig(Section):
     image_size: int = setting(
         0,
         "Side in pixels to which the model resizes images for scoring, which makes it cheaper; 0: none. Requires "
-        "clipkit's own image towers.",
+        "an image tower of clipkit or a convolutional one of timm.",
         at_least(0),
         needs="fraction",
     )

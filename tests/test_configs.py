@@ -12,9 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from clipkit.config import Config, load_config as load_epochs
 from clipkit.errors import ConfigError
+from clipkit.model.clip import CLIP
+from clipkit.model.measure import image_flops
 from clipkit.training.build import shape_of
 from clipkit.training.costs import Estimate, estimate, workloads_of
 from tests.forked import Ended, Forked
@@ -91,8 +94,32 @@ def test_config_is_valid(path: Path) -> None:
 
 def test_small_image_size_must_be_a_multiple_of_the_patch_size() -> None:
     config = load_config(ROOT / "configs" / "quickstart.toml", ["small.steps=3", "small.image_size=10"])
-    with pytest.raises(ConfigError, match="fit ViT-Ti-4-16: a multiple of its patch size, 4, and at most"):
+    with pytest.raises(
+        ConfigError, match="fit ViT-Ti-4-16: expected a multiple of its patch size, 4, and at most"
+    ):
         shape_of(config.model, config.loss, config.small)
+
+
+@pytest.mark.parametrize(
+    ("tower", "message"),
+    [
+        ("resnet10t", ""),
+        ("bat_resnext26ts", "timm rejects bat_resnext26ts at 40 pixels"),
+        ("vit_tiny_patch16_224", "it requires an image tower that encodes other sizes"),
+    ],
+)
+def test_small_images_of_timm_towers(tower: str, message: str) -> None:
+    settings = [f"model.image=timm:{tower}", "model.image_size=64", "small.steps=3", "small.image_size=40"]
+    config = load_config(ROOT / "configs" / "quickstart.toml", settings)
+    if message:
+        with pytest.raises(ConfigError, match=message):
+            shape_of(config.model, config.loss, config.small)
+        return
+    shape = shape_of(config.model, config.loss, config.small)
+    model = CLIP(shape)
+    assert model.encode_image(torch.zeros(2, 3, 40, 40, dtype=torch.uint8)).shape == (2, shape.embed_dim)
+    whole, small = (image_flops(model, image_size=size).both for size in (0, 40))
+    assert 0.35 < small / whole < 0.55  # odd sizes are rounded up
 
 
 @pytest.mark.parametrize("path", DESCRIBED, ids=name_of)

@@ -253,6 +253,9 @@ class ImageArchitecture(TowerArchitecture):
         """Image sizes that are multiples of this number can be encoded; 0 if only ``image_size`` can."""
         return 0
 
+    def check_size(self, image_size: int) -> None:
+        """Raise ConfigError if a library's tower cannot encode images of a multiple of ``size_step``."""
+
     @property
     def distilled(self) -> bool:
         """Whether it has a distillation token."""

@@ -280,10 +280,27 @@ class TimmVision(ImageArchitecture):
             "timm_proj": self.projection,
         }
 
-    def timm_model(self) -> tuple[str, dict[str, Any]]:
+    @property
+    def size_step(self) -> int:
+        return 0 if self._has_fixed_size else 1
+
+    @property
+    def _has_fixed_size(self) -> bool:
         config = _get_timm_config(self.name)
-        fixed = config is not None and config.fixed_input_size  # others accept any size
-        sizes = {"img_size": self.image_size} if fixed else {}
+        return config is not None and config.fixed_input_size
+
+    def check_size(self, image_size: int) -> None:
+        import torch
+
+        with torch.device("meta"):
+            module = replace(self, image_size=image_size).build(8, quick_gelu=False).eval()
+            try:
+                module(torch.empty(1, self.channels, image_size, image_size))
+            except _REFUSALS as error:
+                raise ConfigError(f"timm rejects {self.name} at {image_size} pixels: {error!r}") from error
+
+    def timm_model(self) -> tuple[str, dict[str, Any]]:
+        sizes = {"img_size": self.image_size} if self._has_fixed_size else {}
         if self.channels != 3:
             sizes["in_chans"] = self.channels
         return self.name, {**self.options, **sizes}

@@ -85,7 +85,9 @@ class Views(Term):
         step = shape.vision.size_step
         largest = shape.vision.image_size
         if not step:
-            raise ConfigError(f"views.weight requires clipkit's own image towers, not {model.label}")
+            raise ConfigError(
+                f"views.weight requires an image tower that encodes other sizes, not {model.label}"
+            )
         fitting = f"expected a multiple of the patch size, {step}, and at most the image size, {largest}"
         require(self.size % step == 0 and self.size <= largest, "views.size", self.size, fitting)
         return {}

@@ -74,11 +74,11 @@ def _check_image_size(name: str, size: int, shape: Architecture, label: str) -> 
     step = shape.vision.size_step
     largest = shape.vision.image_size
     if not step:
-        raise ConfigError(f"{misfit}: it requires clipkit's own image towers")
+        raise ConfigError(f"{misfit}: it requires an image tower that encodes other sizes")
     if size % step or size > largest:
-        raise ConfigError(
-            f"{misfit}: a multiple of its patch size, {step}, and at most its image size, {largest}"
-        )
+        multiple = f"a multiple of its patch size, {step}, and " if step > 1 else ""
+        raise ConfigError(f"{misfit}: expected {multiple}at most its image size, {largest}")
+    shape.vision.check_size(size)
 
 
 def shape_of(

@@ -122,7 +122,7 @@ def test_views_settings_and_flops() -> None:
         shape(*on, "views.size=6")
     with pytest.raises(ConfigError, match=r"views.area = .* is invalid"):
         shape(*on, "views.area=[0.4,0.1]")
-    with pytest.raises(ConfigError, match=r"views.weight requires clipkit's own image towers"):
+    with pytest.raises(ConfigError, match=r"views.weight requires an image tower that encodes other sizes"):
         shape(*on, "model.name=open_clip:RN50")
     config = load_config(QUICKSTART, [*on, "views.count=3", "views.after=900"])
     works = workloads_of(config, world=1, shard_ranks=1, bf16=False)
