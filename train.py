@@ -236,7 +236,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         order=data.order,
         image_size=size,
         tokenize=model.tokenizer,
-        augmentation=augment.Augmentation.of(config.data),
+        augmentation=augment.Augmentation.of(config.data, interpolation=model.preprocess.interpolation),
         decoding=model.preprocess.decoding,
         rank=rank,
         world_size=distributed.world_size(),

@@ -1304,6 +1304,7 @@ class Config(Section):
             return
         settings = {
             "compile": self.compile,
+            "data.affine": self.data.affine,  # moves long images out of their frame
             "data.nvjpeg": self.data.nvjpeg,
             "distill.teacher": "" if self.distill.is_average else self.distill.teacher,
             "lock.store": self.lock.stores("image"),

@@ -61,6 +61,7 @@ class Augmentation:
         scaled_decode: decode a JPEG at 1/2, 1/4 or 1/8 of its size if the crop remains at least twice as large as
             the output. The crop is rounded to pixels of the smaller image, which moves it by at most a quarter of
             an output pixel. Values differ by 0.7 of 255 on average (bench/decode.py).
+        interpolation: "bicubic" or "bilinear", that of the model, see ``Preprocess``.
     """
 
     crop_scale: float = DataConfig.crop_scale
@@ -73,11 +74,18 @@ class Augmentation:
     blur: float = DataConfig.blur
     affine: float = DataConfig.affine
     scaled_decode: bool = DataConfig.scaled_decode
+    interpolation: str = "bicubic"
 
     @classmethod
-    def of(cls, settings: DataConfig) -> "Augmentation":
-        """Return the augmentation of a configuration."""
-        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+    def of(cls, settings: DataConfig, *, interpolation: str = "bicubic") -> "Augmentation":
+        """Return the augmentation of a configuration for a model with this interpolation."""
+        values = {name: getattr(settings, name) for name in cls.settings()}
+        return cls(**values, interpolation=interpolation)
+
+    @classmethod
+    def settings(cls) -> list[str]:
+        """Return the names of the settings ``data.NAME``."""
+        return [field.name for field in fields(cls) if field.name != "interpolation"]
 
 
 def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[str]]:
@@ -87,7 +95,7 @@ def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[s
         The augmentation, the decoding, and the other arguments.
     """
     overrides = [word for word in words if re.match(r"(data|pixels)\.\w+=", word)]
-    allowed = [f"data.{field.name}" for field in fields(Augmentation)]
+    allowed = [f"data.{name}" for name in Augmentation.settings()]
     allowed += [f"pixels.{name}" for name in ("background", "channels", "range", "upright")]
     config = load_config(Path(os.devnull), overrides)
     for name in (word.partition("=")[0] for word in overrides):
@@ -120,6 +128,7 @@ class Recipe:
         blur: standard deviation of the Gaussian in pixels; 0 for none.
         affine: angle in degrees, shift to the right and down as fractions of the side, factor of the size, and
             horizontal and vertical shear in degrees; None for no change.
+        interpolation: "bicubic" or "bilinear".
     """
 
     box: _Box
@@ -130,6 +139,7 @@ class Recipe:
     turns: int
     blur: float
     affine: tuple[float, ...] | None
+    interpolation: str
 
 
 def preload(augmentation: Augmentation) -> None:
@@ -168,7 +178,7 @@ def training_pixels(
     decoding: Decoding | None = None,
     patches: PatchBudget | None = None,
 ) -> Traits:
-    """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased bicubic resizing, then the changes.
+    """Decode an image into ``out``, (C, S, S) uint8: random crop, antialiased resizing, then the changes.
 
     The crop has a fraction of the area between ``crop_scale`` and 1 and an aspect ratio of at most ``crop_aspect``
     (Szegedy et al. 2015); a ``crop_scale`` of 1 takes the largest center square. With ``patches``, ``out`` is a
@@ -263,6 +273,7 @@ def draw_recipe(
         turns=turns,
         blur=blur,
         affine=affine,
+        interpolation=augmentation.interpolation,
     )
 
 
@@ -281,7 +292,7 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor, patches: PatchBudget | No
     if crop.shape[2:] != sides:
         source = crop if crop.device.type == "cpu" else crop.float()  # other devices resize floats only
         resized = torch.nn.functional.interpolate(
-            source, size=sides, mode="bicubic", align_corners=False, antialias=True
+            source, size=sides, mode=recipe.interpolation, align_corners=False, antialias=True
         )
         crop = resized if resized.dtype == torch.uint8 else resized.round_().clamp_(0, 255).to(torch.uint8)
     pixels = crop[0]  # (3, S, S)

@@ -14,6 +14,8 @@ from PIL import Image, ImageOps
 from torchvision.transforms.v2 import InterpolationMode, functional
 
 from clipkit.errors import DataError
+from clipkit.model.naflex import PatchBudget
+from clipkit.model.preprocess import Preprocess, preprocess_images
 from clipkit.samples.decode import Decoded, decode_image, decode_pixels
 from clipkit.samples.traits import Decoding, Traits
 from data.augment import Augmentation, _crop, draw_recipe, empty_batch, random_of, training_pixels
@@ -103,6 +105,26 @@ def test_crop_equals_torchvision(height: int, width: int, scale: float) -> None:
         )  # fmt: skip
         assert got.shape == (3, 32, 32) and got.dtype == torch.uint8
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("patches", [None, PatchBudget(side=8, count=16)])
+def test_whole_images_are_resized_as_in_evaluation(interpolation: str, patches: PatchBudget | None) -> None:
+    image = Image.fromarray(random_image(90, 90))
+    preprocess = Preprocess(image_size=32, interpolation=interpolation, patches=patches)
+    out = empty_batch(1, 32, patches=patches)
+    augmentation = Augmentation(crop_scale=1.0, interpolation=interpolation)
+    training_pixels(
+        encoded(image, "PNG"),
+        image_size=32,
+        augmentation=augmentation,
+        random=random_of(0),
+        out=out[0],
+        patches=patches,
+    )
+    expected = preprocess_images([image], preprocess)
+    assert (out.int() - expected.int()).abs().max() <= 2
+    assert (out.int() - expected.int()).abs().float().mean() < 0.1
 
 
 def test_crop_of_the_target_size_is_not_resized() -> None:
