@@ -133,7 +133,7 @@ def open_clip_data() -> Any:
     return data
 
 
-def open_clip_batches(folder: Path, count: int, image_size: int) -> Iterator[Tensor]:
+def open_clip_batches(folder: Path, count: int, image_size: int, *, workers: int = 0) -> Iterator[Tensor]:
     options = Namespace(
         train_data=str(folder / f"{{00000..{SHARDS - 1:05d}}}.tar"),
         train_num_samples=count,
@@ -141,7 +141,7 @@ def open_clip_batches(folder: Path, count: int, image_size: int) -> Iterator[Ten
         dataset_resampled=False,
         seed=0,
         batch_size=BATCH,
-        workers=0,
+        workers=workers,
         world_size=1,
     )
     zeros = torch.zeros(1, TOKENS, dtype=torch.long)
@@ -154,7 +154,9 @@ def open_clip_batches(folder: Path, count: int, image_size: int) -> Iterator[Ten
     return (images for images, _ in loader)
 
 
-def clipkit_batches(folder: Path, count: int, image_size: int, *, scaled: bool) -> Iterator[Tensor]:
+def clipkit_batches(
+    folder: Path, count: int, image_size: int, *, scaled: bool, workers: int = 0
+) -> Iterator[Tensor]:
     shards = Shards.of([ShardFile.at(path) for path in sorted(folder.glob("*.tar"))])
     loader = Loader(
         shards=shards,
@@ -162,6 +164,7 @@ def clipkit_batches(folder: Path, count: int, image_size: int, *, scaled: bool) 
         image_size=image_size,
         tokenize=lambda texts: torch.zeros(len(texts), TOKENS, dtype=torch.long),
         augmentation=Augmentation(crop_scale=CROP_SCALE, scaled_decode=scaled),
+        num_workers=workers,
     )
     return (batch.images for batch in loader.batches(0, count // BATCH))
 
@@ -190,7 +193,7 @@ def alone(work: Callable[[int], object], count: int) -> float:
 def bounds(jpegs: list[bytes], image_size: int) -> dict[str, float]:
     """Measure CPU milliseconds per image of the library calls alone."""
     arrays = [decode_image(data) for data in jpegs[:8]]
-    tensors = [torch.from_numpy(array).permute(2, 0, 1)[None] for array in arrays]
+    tensors = [torch.from_numpy(array)[None].permute(0, 3, 1, 2) for array in arrays]
 
     def resize(i: int) -> None:
         torch.nn.functional.interpolate(

@@ -127,6 +127,21 @@ def test_whole_images_are_resized_as_in_evaluation(interpolation: str, patches: 
     assert (out.int() - expected.int()).abs().float().mean() < 0.1
 
 
+@settings(deadline=None)
+@given(scale=scales, seed=st.integers(0, 2**32))
+def test_crops_are_those_of_draws_with_uniform(scale: float, seed: int) -> None:
+    random = random_of(seed)
+    for _ in range(10):
+        area = 500**2 * random.uniform(scale, 1.0)
+        aspect = math.exp(random.uniform(math.log(1 / ASPECT), math.log(ASPECT)))
+        width = round(math.sqrt(area * aspect))
+        height = round(math.sqrt(area / aspect))
+        if max(width, height) <= 500:
+            expected = int(random.integers(501 - height)), int(random.integers(501 - width)), height, width
+            assert scale == 1 or _crop(500, 500, scale, ASPECT, random_of(seed)) == expected
+            break
+
+
 def test_crop_of_the_target_size_is_not_resized() -> None:
     image = random_image(32, 32)
     got = transform(image, 0, crop_scale=1.0)
