@@ -87,6 +87,14 @@ class Augmentation:
         """Return the names of the settings ``data.NAME``."""
         return [field.name for field in fields(cls) if field.name != "interpolation"]
 
+    @property
+    def is_random(self) -> bool:
+        """Whether an image differs from one epoch to the next."""
+        changes = (
+            self.flip, self.vertical_flip, self.rotate90, self.color_jitter, self.grayscale, self.blur, self.affine
+        )  # fmt: skip
+        return self.crop_scale < 1 or any(changes)
+
 
 def image_settings(words: Sequence[str]) -> tuple[Augmentation, Decoding, list[str]]:
     """Separate settings of images (``data.NAME=VALUE``, ``pixels.NAME=VALUE``) from a command's other arguments.

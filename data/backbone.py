@@ -111,7 +111,7 @@ class FeatureStore:
         settings: list[Any] = [_FORMAT, self.shards.fingerprint(), self.backbones, self.samples_per_part]
         if self.images:
             settings += [selection.image, self.image_size, asdict(self.decoding)]
-            settings += [self.views, asdict(self.augmentation), self.seed]
+            settings += [self.views, asdict(self.augmentation), self.seed * self.augmentation.is_random]
         if self.texts:
             settings += [asdict(selection.captions), asdict(selection.fields)]
         return cache_folder() / "backbone" / hashlib.sha256(repr(settings).encode()).hexdigest()[:32]

@@ -90,6 +90,11 @@ def test_features_are_stored_once_and_depend_on_weights_and_crops(
         known = stores(trainings)
         trainings.run(tmp_path / other, "steps=1", *STORED, "seed=5", other)
         assert len(stores(trainings) - known) == 1, other
+    known = stores(trainings)
+    whole = (*STORED, "steps=1", "data.crop_scale=1", f"model.weights={tmp_path / 'a'}")
+    for seed in (5, 6):  # without random crops the features do not depend on it
+        trainings.run(tmp_path / f"whole{seed}", *whole, f"seed={seed}")
+    assert len(stores(trainings) - known) == 1
 
 
 @pytest.mark.slow
