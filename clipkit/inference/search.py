@@ -388,12 +388,15 @@ class Embeddings:
             if index.covers.get(part.number) == part.stamp
         }
         near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
-        ranked = list[tuple[float, int, int]]()
+        candidates = list[tuple[int, int]]()
+        vectors = [torch.empty(0, len(query))]
         for file_number, rows in near.items():
             if file_number in covered:
-                scores = (parts[covered[file_number]].floats(rows) @ query).tolist()
-                indices = [covered[file_number]] * len(rows)
-                ranked += zip([-score for score in scores], indices, rows.tolist(), strict=True)
+                part_index = covered[file_number]
+                vectors.append(parts[part_index].floats(rows))
+                candidates += [(part_index, row) for row in rows.tolist()]
+        scores = (torch.cat(vectors) @ query).tolist()
+        ranked = [(-score, *candidate) for score, candidate in zip(scores, candidates, strict=True)]
         if len(ranked) < min(k, sum(len(parts[part_index].rows) for part_index in covered.values())):
             return None
         indexed = {*covered.values()}
@@ -534,7 +537,8 @@ def _open_part(
         DataError: a file is damaged.
     """
     try:
-        array = np.lib.format.open_memmap(rows, mode="c")  # never written
+        # never written; a plain array, since selecting rows of a memmap takes longer
+        array = np.lib.format.open_memmap(rows, mode="c").view(np.ndarray)
         metadata = pyarrow.parquet.read_metadata(table)
         columns = metadata.schema.to_arrow_schema().names
         storage = storage_of(array)
