@@ -100,12 +100,14 @@ def decode_with_simplejpeg(data: bytes) -> Tensor:
 def decode_with_torchcodec(data: bytes) -> Tensor:
     from torchcodec.decoders import decode_jpeg
 
-    return decode_jpeg(data)
+    pixels: Tensor = decode_jpeg(data)
+    return pixels
 
 
 def cut_and_resize(data: bytes) -> Tensor:
     pixels = simplejpeg.decode_jpeg(data, colorspace="RGB")
-    top, left, height, width = draw_recipe(*pixels.shape[:2], AUGMENTATION, random_of(len(data))).box
+    height, width, _ = pixels.shape
+    top, left, height, width = draw_recipe(height, width, AUGMENTATION, random_of(len(data))).box
     cut = np.ascontiguousarray(pixels[top : top + height, left : left + width])
     return torch.nn.functional.interpolate(
         torch.from_numpy(cut)[None].permute(0, 3, 1, 2),
