@@ -107,7 +107,11 @@ class RunData:
         samples = f"{self.order.samples} samples"
         if left_out := manifest.left_out(self.shards.selection):
             samples += f", {left_out}"
-        lines = [f"{samples}; {self.order.describe(config.steps, config.data.redacted_sources)}"]
+        described = self.order.describe(config.steps, config.data.redacted_sources)
+        if config.trained_pairs < config.batch_size:
+            described += f"; {config.trained_pairs} of the {config.batch_size} pairs of a step are trained"
+            described += f" (select.fraction = {config.select.fraction:g})"
+        lines = [f"{samples}; {described}"]
         lines += [f"data.balance = {config.data.balance}: {line}" for line in self.order.describe_balance()]
         lines += self.guard_notes
         if not resumed:
@@ -429,7 +433,7 @@ def conclude(
     """Print the verdict and the best score of a complete run, and write its report; rank 0 alone calls this."""
     run = Path(config.out)
     judge(config, shape, data, log, step=step, bf16=bf16, device=device)
-    for line in best.describe(step, run):
+    for line in best.describe(step, run, steps=config.steps):
         log.print_line(line)
     log.print_line(f"done: {build_report(run)}")
 

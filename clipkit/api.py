@@ -55,8 +55,9 @@ def load(
         name: the architecture, for weights that are stored without it, such as "ViT-B-32-quickgelu". Images are
             preprocessed as by its published weights, or by those of a tag, ``open_clip:NAME/TAG``.
         image_size: side of the images in pixels, by default the stored one; position embeddings are resampled.
-        image_tokens: most patches of an image, which keeps its aspect ratio and is not cropped (NaFlex); by default
-            the stored number, or square images. Other models than those with clipkit's ViT have only the latter.
+        image_tokens: most patches of an image, which keeps its aspect ratio and is not cropped (NaFlex), at most
+            65,536; 0: the stored number, or square images. Other models than those with clipkit's ViT have only
+            the latter.
         context_length: maximum length of texts in tokens, at least 2, by default the stored one.
         dim: size of the embeddings, at least 1: their first elements, scaled to unit norm; by default all. For
             models that were trained with ``loss.dims``.

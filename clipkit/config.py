@@ -1783,22 +1783,28 @@ def _check_value(value: Any, key: str) -> None:
 _WIDTH = 80
 
 
-def settings_reference(prefix: str = "") -> list[str]:
+def settings_reference(text: str = "") -> list[str]:
     """List settings with default, description and valid values, in lines of at most 80 columns.
 
     Args:
-        prefix: list only names that start with it, such as "optim" or "optim.l", or one name without its section,
-            such as "lr".
+        text: list only settings with this text in their name, such as "optim.l" or "crop"; if there are none, those
+            with it in their description.
     """
+    lines = _list_settings(lambda name, entry: text in name)
+    lines = lines or _list_settings(lambda name, entry: text.lower() in describe_setting(entry).lower())
+    if not lines:
+        raise ConfigError(
+            f"--settings {text}: {text} is in no name and no description of a setting: {_suggest_setting(text)}"
+        )
+    return lines[1:]
+
+
+def _list_settings(selects: Callable[[str, Field[Any]], bool]) -> list[str]:
     kinds = section_kinds()
     lines: list[str] = []
     for section, entries in section_fields().items():
         name_prefix = f"{section}." if section else ""
-        chosen = [
-            entry
-            for entry in entries
-            if entry.name == prefix or (name_prefix + entry.name).startswith(prefix)
-        ]
+        chosen = [entry for entry in entries if selects(name_prefix + entry.name, entry)]
         if chosen and section:
             summary = " ".join((kinds[section].__doc__ or "").replace("``", "").split())
             heading = f"[{section}] {summary}"
@@ -1813,6 +1819,4 @@ def settings_reference(prefix: str = "") -> list[str]:
             lines += textwrap.wrap(
                 text, _WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
             )
-    if not lines:
-        raise ConfigError(f"--settings {prefix}: no setting starts with {prefix}: {_suggest_setting(prefix)}")
-    return lines[1:]
+    return lines

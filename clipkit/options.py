@@ -454,11 +454,13 @@ class Arguments:
     )
     settings: bool | str = setting(
         False,
-        "print every setting, or those whose name starts with NAME (such as optim or optim.lr), with its default, "
-        "meaning and valid values, and exit",
-        metavar="NAME",
+        "print every setting, or those with TEXT in their name (such as optim or crop) or, without any, in their "
+        "description, with its default, meaning and valid values, and exit",
+        metavar="TEXT",
     )
-    dry_run: bool = setting(False, "print the run's settings and estimated costs, and exit; data is not read")
+    dry_run: bool = setting(
+        False, "print the run's settings and estimated costs, and exit; data is read only to convert epochs"
+    )
     replay: bool = setting(
         False, "compute the next step without changing anything, and report values that are not finite"
     )
@@ -490,8 +492,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
     if parsed.settings:
         from clipkit.config import settings_reference
 
-        prefix = parsed.settings if isinstance(parsed.settings, str) else ""
-        print(*settings_reference(prefix), sep="\n", flush=True)
+        text = parsed.settings if isinstance(parsed.settings, str) else ""
+        print(*settings_reference(text), sep="\n", flush=True)
         raise SystemExit(0)
     overrides = tuple(word for word in words if word not in files)
     return replace(parsed, config=files[0] if files else Arguments.config, overrides=overrides)

@@ -171,7 +171,8 @@ class Loader:
         order: their order.
         image_size: S.
         tokenize: captions → (B, L) int64; with stages it must have ``replace_length``, and to count captions that
-            are cut, ``count_cut``, like the tokenizers of models.
+            are cut, ``count_cut``, like the tokenizers of models; with ``lists_words`` also
+            ``special_tokens``.
         augmentation: random crops and colors.
         decoding: handling of depth, transparency and orientation.
         rank: of this process.
@@ -374,9 +375,11 @@ class Loader:
 
     def _list_words(self, tokens: Tensor) -> Tensor:
         """Return ``Batch.words`` of captions (B, L)."""
-        # an empty text has start, end and, beside a longer one, padding
-        others = self.tokenize(["", "a"])[0]
-        return select_distinct(tokens, ~torch.isin(tokens, others))
+        tokenizer: Any = self.tokenize
+        special = torch.tensor(tokenizer.special_tokens, dtype=tokens.dtype)
+        # zeros at the end are padding; elsewhere, 0 is a word of many vocabularies, such as "!" of CLIP's
+        in_text = tokens.flip(1).cumsum(1).flip(1) > 0
+        return select_distinct(tokens, in_text & ~torch.isin(tokens, special))
 
     def _empty_batch(self, count: int, stage: Stage | None) -> Tensor:
         if self.backbone is not None and self.backbone.stores_images:

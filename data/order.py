@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from clipkit.errors import ConfigError
-from clipkit.files import MASK, STEP, mix, mix_array
+from clipkit.files import MASK, STEP, counted, mix, mix_array
 
 _ROUND_KEY = 0xBF58476D1CE4E5B9  # added to the key of a permutation in each round
 _ROUNDS = 8
@@ -286,9 +286,10 @@ class Order:
         last = "no sample left out"
         epochs = times[0]
         if self.leaves_out:
-            last = f"{left} samples left out of each epoch"
+            last = f"{counted(left, 'sample')} left out of each epoch"
             epochs = f"{steps / self.batches_per_epoch:.3g}"
-        return f"{self.batches_per_epoch:,} batches of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
+        batches = "1 batch" if self.batches_per_epoch == 1 else f"{self.batches_per_epoch:,} batches"
+        return f"{batches} of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
 
     def describe_balance(self) -> list[str]:
         """Describe how many samples of the values each source uses in an epoch; empty without ``values``."""

@@ -100,10 +100,10 @@ class BestScore:
             added.add(step)
             self.add(step, value, parse_finite(line.get("low")), parse_finite(line.get("high")))
 
-    def describe(self, step: int, run: Path) -> list[str]:
-        """Describe the best score of a run and why it ended at this step, as lines to print."""
+    def describe(self, step: int, run: Path, *, steps: int) -> list[str]:
+        """Describe the best score of a run of ``steps`` and why it ended at this step, as lines to print."""
         lines = []
-        if self.is_exhausted:
+        if self.is_exhausted and step < steps:
             lines.append(
                 f"stopped at step {step}: in {counted(self.waited, 'evaluation')}, no {self.metric} on "
                 f"{self.dataset} was better than the 95% interval of an earlier one (eval.patience)"

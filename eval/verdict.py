@@ -133,7 +133,7 @@ def judge_fine_tune(
     tests = tune.checkpoints * (1 + len(ALPHAS))
     rows = list(scores.compare(metric, tests=tests))
     informative = [row for row in rows if row.dataset not in scores.at_chance]
-    verdict = _decide(informative, held_out.dataset.name, names[tune.selected], commands)
+    verdict = _decide(informative, held_out.dataset.name, names[tune.selected], commands, scores.at_chance)
     captions = held_out.dataset.captions or ()
     if metric.startswith("text_to_image") and max(map(len, captions), default=0) > 1:
         notes.append(
@@ -330,7 +330,13 @@ def _format_change(metric: str, *values: float) -> str:
     return f"{texts[0]} [{texts[1]}, {texts[2]}]"
 
 
-def _decide(rows: Sequence[VerdictRow], held_out: str, selected: str, commands: Mapping[str, str]) -> Verdict:
+def _decide(
+    rows: Sequence[VerdictRow],
+    held_out: str,
+    selected: str,
+    commands: Mapping[str, str],
+    at_chance: Sequence[str] = (),
+) -> Verdict:
     """Decide from the rows, of which the first is that of the start weights on the held-out pairs.
 
     Of the models that are better on the held-out pairs, that with the highest sum of the gain on these pairs and
@@ -340,6 +346,7 @@ def _decide(rows: Sequence[VerdictRow], held_out: str, selected: str, commands: 
         held_out: the name of the held-out pairs.
         selected: the name of the checkpoint that is judged if no model is better.
         commands: by model other than the start weights, the command that writes it.
+        at_chance: guard sets without rows, on which the start weights are not above chance.
     """
     start = rows[0]
     judged = {row.model: row for row in rows if row.dataset == held_out and row.model in commands}
@@ -364,7 +371,7 @@ def _decide(rows: Sequence[VerdictRow], held_out: str, selected: str, commands: 
             f"no model is better than the start weights ({start.text} {what}) beyond chance; {highest.model}: "
             f"{_describe_change(highest)}."
         )
-    sentences = [f"{kind.capitalize()}: {told}", *_describe_guards(chosen, guards[chosen])]
+    sentences = [f"{kind.capitalize()}: {told}", *_describe_guards(chosen, guards[chosen], at_chance)]
     if not better:
         sentences.append("Recommended: the start weights.")
     elif guards[chosen]:
@@ -380,10 +387,13 @@ def _describe_change(row: VerdictRow) -> str:
     return f"{row.change} points" if is_fraction(row.metric) else row.change
 
 
-def _describe_guards(model: str, rows: Sequence[VerdictRow]) -> Iterator[str]:
+def _describe_guards(model: str, rows: Sequence[VerdictRow], at_chance: Sequence[str]) -> Iterator[str]:
     """Yield a sentence on what a model lost on guard sets, and one on the others."""
     if not rows:
-        yield "What the model lost is not known: eval.guard names no dataset on which it could."
+        cause = "eval.guard names no dataset"
+        if at_chance:
+            cause = f"on all datasets of eval.guard ({', '.join(at_chance)}) the start weights are not above chance"
+        yield f"What the model lost is not known: {cause}."
         return
     lost: list[str] = []
     others: list[str] = []

@@ -94,6 +94,7 @@ def test_training_stops_without_a_rise_and_resumes_as_if_it_had_not_been_killed(
 
     more = trainings.run(tmp_path / "run", *settings, "eval.patience=5")
     assert "stopped at step 5" in more
+    assert "stopped at" not in trainings.run(tmp_path / "run", *settings, "eval.patience=6", "steps=6")
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Tests of training on images of variable size, from the architecture and weights of another library's model."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import get_architecture
 from clipkit.model.clip import create
-from clipkit.training.build import select_shape
+from clipkit.training.build import first_model, select_shape
 from tests.clipkit.model.test_naflex import random_image, siglip2
 from tests.small_trainings import Trainings, digests, error_of, go_back, metrics, pairs, trainings
 
@@ -49,6 +50,18 @@ def test_number_of_patches_is_a_setting(
     folder, _ = siglip2
     stderr = trainings.run(tmp_path / "run", "model.name=", f"model.weights={folder}", status=1)
     assert "reads images of variable size: set model.image_tokens=40" in error_of(stderr)
+
+
+def test_weights_with_another_vocabulary_name_the_setting(tmp_path: Path) -> None:
+    shape = get_architecture("ViT-Ti-8-48")
+    small = create(replace(shape, text=shape.text.replace_vocabulary(300)), seed=0)
+    small.name = "ViT-Ti-8-48"
+    save_model(small, tmp_path / "model")
+    config = Config(model=ModelConfig(name="ViT-Ti-8-48", weights=str(tmp_path / "model")))
+    with pytest.raises(
+        ConfigError, match=r"\(a vocabulary of 300 tokens\): model\.name= \(empty\) takes the"
+    ):
+        first_model(config, select_shape(config))
 
 
 def test_empty_name_is_that_of_the_weights(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from clipkit.errors import ConfigError
+from data.__main__ import main
 from tests.small_trainings import (
     Trainings,
     checkpoint,
@@ -41,8 +43,18 @@ def reference(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) ->
 def selected(trainings: Trainings, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with data selection."""
     out = tmp_path_factory.mktemp("selected") / "run"
-    trainings.run(out, *SETTINGS, f"select.reference={reference}")
+    said = trainings.run(out, *SETTINGS, f"select.reference={reference}")
+    assert f"; {TRAINED} of the {READ} pairs of a step are trained (select.fraction = 0.4)" in said
     return out
+
+
+def test_page_states_what_was_trained_and_dynamics_are_refused(selected: Path) -> None:
+    page = (selected / "report.html").read_text()
+    assert f"on {STEPS * TRAINED} of {STEPS * READ} samples that were read" in page and "Learnability" in page
+    with pytest.raises(
+        ConfigError, match=r"each step chose \(select.fraction = 0.4\): train with select.fraction=1"
+    ):
+        main(["dynamics", str(selected), "--quiet"])
 
 
 def test_chosen_pairs_are_recorded_and_read_samples_stay(

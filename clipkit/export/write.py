@@ -147,10 +147,13 @@ def _select_targets(model: CLIP, to: Sequence[str]) -> list[str]:
         obstacle = target.refusal(model)
         if obstacle:
             able = [other for other, target in EXPORTS.items() if not target.refusal(model)]
-            what = "cannot be exported: use its source"
             if able:
-                what = f"supports --to {', '.join(able)}"
-            raise ConfigError(f"{obstacle}: this model {what}")
+                raise ConfigError(f"{obstacle}: this model supports --to {', '.join(able)}")
+            if model.architecture.vision.image_tokens:
+                obstacle = "models for images of variable size have no exports"
+            raise ConfigError(
+                f"{obstacle}: use this model with clipkit.load, `clipkit encode` and `python -m eval`"
+            )
     return chosen
 
 

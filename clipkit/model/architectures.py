@@ -639,10 +639,9 @@ class NaFlexTower(VisionTower):
     tanh_gelu: bool = False
 
     def __post_init__(self) -> None:
+        _check_integer("image_tokens", self.tokens, _MOST_TOKENS)
         super().__post_init__()
         label = f"image_tokens = {self.tokens}"
-        if self.tokens > _MOST_TOKENS:
-            raise ConfigError(f"{label} is above {_MOST_TOKENS:,}")
         if self.pool not in ("class", "map"):
             raise ConfigError(f"{label} requires pool = 'class' or 'map', not {self.pool!r}")
         if self.patch_size < _LEAST_PATCH:

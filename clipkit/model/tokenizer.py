@@ -232,6 +232,10 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int:
         """The largest token plus one."""
 
+    @property
+    def special_tokens(self) -> Sequence[int]:
+        """Tokens that stand for no part of a text: start, end, unknown, and padding other than zeros at the end."""
+
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """Tokenize N texts to (N, L) int64."""
 
@@ -266,6 +270,7 @@ class ClipTokenizer:
     context_length: int = 77
     trim: bool = True
     vocab_size: ClassVar[int] = END_OF_TEXT + 1
+    special_tokens: ClassVar[Sequence[int]] = (START_OF_TEXT, END_OF_TEXT)
 
     def __call__(self, texts: Sequence[str]) -> Tensor:
         return tokenize(texts, self.context_length, trim=self.trim)
@@ -292,6 +297,7 @@ class ClassTokenizer:
     """Maps names of classes to (N, 1) class numbers, for a classification head."""
 
     names: tuple[str, ...]
+    special_tokens: ClassVar[Sequence[int]] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -347,6 +353,10 @@ class LibraryTokenizer:
     @property
     def vocab_size(self) -> int:
         return max(self._load_library().tokenizer.get_vocab().values(), default=0) + 1
+
+    @property
+    def special_tokens(self) -> Sequence[int]:
+        return list(self._load_library().tokenizer.all_special_ids)
 
     @property
     def padding(self) -> int:
@@ -486,6 +496,10 @@ class TransformersTokenizer:
     def vocab_size(self) -> int:
         """The largest token plus one."""
         return max(self.load_library().get_vocab().values(), default=0) + 1
+
+    @property
+    def special_tokens(self) -> Sequence[int]:
+        return list(self.load_library().all_special_ids)
 
     def store(self, folder: Path) -> Any:
         self.encode_rows([""])  # the files contain the length at which texts were cut last

@@ -206,7 +206,8 @@ class Objective(Section):
         name = f"loss.name={loss.name}"
         alone = f"cannot be combined with {name}"
         if not self.uses_same:
-            require(loss.same == "negatives", "loss.same", loss.same, f"expected negatives with {name}")
+            expected = f"expected negatives with {name}: set loss.same=negatives"
+            require(loss.same == "negatives", "loss.same", loss.same, expected)
         if not self.smooths:
             require(not loss.smoothing, "loss.smoothing", loss.smoothing, f"expected 0 with {name}")
         if not self.gathers_captions:

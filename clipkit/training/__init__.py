@@ -57,13 +57,22 @@ class OptimizerEntry:
 
 
 def _note_lion(config: OptimConfig) -> str:
-    # open_clip's pull request 432
-    published = {"lr": "2e-4, a tenth of AdamW's", "weight_decay": "2, ten times AdamW's", "beta2": "0.99"}
     adamw = OptimConfig()
-    names = [name for name in published if getattr(config, name) == getattr(adamw, name)]
-    facts = ", ".join(f"optim.{name} = {getattr(adamw, name):g} ({published[name]})" for name in names)
+    values: dict[str, float] = {}  # open_clip's pull request 432, for ViT-B/32
+    has_adamws_decay = 0 < config.weight_decay <= adamw.weight_decay
+    if has_adamws_decay or config.lr == adamw.lr:
+        values["lr"] = config.lr / 10
+    if has_adamws_decay:
+        values["weight_decay"] = 10 * config.weight_decay
+    if config.beta2 == adamw.beta2:
+        values["beta2"] = 0.99
+    if not values:
+        return ""
+    present = ", ".join(f"optim.{name} = {getattr(config, name):g}" for name in values)
+    others = " ".join(f"optim.{name}={value:g}" for name, value in values.items())
     return (
-        f"AdamW's defaults with lion, in parentheses values published for ViT-B/32: {facts}" if facts else ""
+        f"optim.name=lion with values that are usual for adamw: {present}. Lion usually needs a tenth of AdamW's "
+        f"lr, ten times its weight_decay, and beta2 = 0.99: {others}"
     )
 
 

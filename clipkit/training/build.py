@@ -470,10 +470,14 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
     for part in others:
         if part != "classes":
             named["model.image" if select_tower(part, IMAGE_TOWERS) else "model.text"] = part
-    set_to = " ".join(f"{key}={value}" for key, value in named.items()) if name else "model.name"
+    set_to = " ".join(f"{key}={value}" for key, value in named.items())
     if first.name == model.label and (sizes := _list_other_sizes(first.architecture, shape)):
         return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
-    return f"are of {first.name or 'another architecture'}, not of {model.label}: set {set_to}"
+    if not first.name:
+        size = first.architecture.text.vocab_size
+        detail = f" (a vocabulary of {size:,} tokens)" if size != shape.text.vocab_size else ""
+        return f"are not of {model.label}{detail}: model.name= (empty) takes the architecture of the weights"
+    return f"are of {first.name}, not of {model.label}: set {set_to}"
 
 
 def _list_other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
@@ -646,8 +650,9 @@ def projection_prefix(model: CLIP, tower: str) -> str:
     shape = model.architecture.vision if tower == "image" else model.architecture.text
     if not shape.projection_prefix:
         raise ConfigError(
-            f"lock.{tower}=backbone and lock.store need a tower with a known projection, not {shape.description}: "
-            "lock it whole or by layers, without lock.store"
+            f"lock.{tower}=backbone and lock.store need a tower with a known projection; that of this {tower} "
+            f"tower, which is built as {shape.description}, is not known: lock it whole or by layers, without "
+            "lock.store"
         )
     module = "visual." if tower == "image" else "text."
     return shape.projection_prefix if shape.plain and tower == "text" else module + shape.projection_prefix

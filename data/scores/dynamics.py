@@ -144,6 +144,11 @@ def run_dynamics(options: DynamicsOptions) -> int:
     folder = run / "samples"
     if not list_sample_files(folder):
         raise ConfigError(f"{run} has not stored the losses of pairs: train with log.samples=true")
+    if config.select.fraction < 1:
+        raise ConfigError(
+            f"{run} has losses only of the pairs that each step chose (select.fraction = "
+            f"{config.select.fraction:g}): train with select.fraction=1"
+        )
     shards = open_training_data(
         config.data,
         run / "data.manifest",

@@ -56,6 +56,7 @@ from data.captions import (
     is_utf8,
     join_names,
     leaf_fields,
+    parse_number,
     texts_at,
 )
 from data.selection import OUTSIDE, Chosen, SelectedShard, Selection, choose_unread
@@ -506,6 +507,16 @@ _NO_VALUES = np.zeros(0, dtype=np.uint64)
 _STRINGS = ("urls", "versions", "digests", "contents")
 
 
+def _describe_cause(cause: str) -> str:
+    """Convert a cause such as "not score.a >= 0.96928" to "by score.a >= 0.9693"."""
+    start, _, value = cause.rpartition(" ")
+    if not start.startswith("not "):
+        return cause
+    number = parse_number(value)
+    shown = f"{number:.4g}" if isinstance(number, float) else value
+    return f"by {start.removeprefix('not ')} {shown}"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
     """Shards and their samples.
@@ -549,7 +560,9 @@ class Manifest:
         """Return how many samples are unused and why, in one line; empty if all are used."""
         unusable = {f"without {member}" for member in selection.need} | {"unreadable", OUTSIDE}
         unusable.update(selection.unbalanced)
-        by_filters = [f"{count} {why}" for why, count in self.dropped.items() if why not in unusable]
+        by_filters = [
+            f"{count} {_describe_cause(why)}" for why, count in self.dropped.items() if why not in unusable
+        ]
         others = [f"{count} {why}" for why, count in self.dropped.items() if why in unusable]
         parts = [f"left out by data.filters: {', '.join(by_filters) or 'none'}"] if selection.filters else []
         return ", ".join([*parts, f"left out: {', '.join(others)}"] if others else parts)

@@ -56,7 +56,8 @@ from eval.results.table import Record, Series, group_by, read_records
 
 _METRICS = (
     "loss", "chance", "floor", "scale", "lr", "samples_per_second", "data_time", "batch_time", "image_to_text_R@1",
-    "text_to_image_R@1", "mfu", "seconds", "samples", "epoch", "grad_norm",
+    "text_to_image_R@1", "mfu", "seconds", "samples", "samples_trained", "epoch", "grad_norm", "learnability_read",
+    "learnability_trained",
 )  # fmt: skip
 _TERM = "loss_"  # prefix of the metrics of local terms, such as loss_caption
 _LOSS_TIME = "loss_time"  # seconds of a step that the loss takes
@@ -113,6 +114,11 @@ class RunFolder:
 
     def curve(self, metric: str) -> Sequence[tuple[float, float]]:
         return self.metrics.get(metric, ())
+
+    @property
+    def architecture(self) -> str:
+        """The architecture of the last scores, for configs with an empty ``model.name``; "" if there are none."""
+        return str(self.results[-1].line.get("architecture") or "") if self.results else ""
 
     @property
     def terms(self) -> dict[str, Sequence[tuple[float, float]]]:
@@ -582,6 +588,10 @@ def _draw_training(run: RunFolder) -> dict[str, list[ChartLine]]:
     in_batch = []
     for tone, (key, name) in enumerate(_IN_BATCH.items(), start=1):
         in_batch.append(ChartLine(name=name, points=_thin_points(_to_percent(run.curve(key))), tone=tone))
+    learnability = []
+    for tone, name in enumerate(("read", "trained"), start=1):
+        points = _thin_points(run.curve(f"learnability_{name}"))
+        learnability.append(ChartLine(name=f"{name} pairs", points=points, tone=tone))
     scale = run.curve("scale")
     scales = [ChartLine(name="exp(t)", points=_thin_points(scale))]
     if scale:
@@ -600,6 +610,7 @@ def _draw_training(run: RunFolder) -> dict[str, list[ChartLine]]:
     return {
         "loss": losses,
         "in_batch": [line for line in in_batch if line.points],
+        "learnability": [line for line in learnability if line.points],
         "scale": scales,
         "rate": [ChartLine(name="learning rate", points=_thin_points(rate), summary=highest)],
         "speed": [_smooth_line("speed", speed, _describe_median(speed, " samples/s"))],

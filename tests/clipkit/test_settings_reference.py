@@ -35,13 +35,14 @@ def test_settings_reference_lists_defaults_within_80_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "names"),
+    ("text", "names"),
     [
         ("optim.beta", ["optim.beta1", "optim.beta2"]),
-        ("lr", ["optim.lr"]),
-        ("steps", ["steps", "small.steps"]),
+        ("lr", ["optim.lr", "optim.min_lr", "optim.image_lr_scale", "optim.text_lr_scale"]),
+        ("crop", ["data.crop_scale", "data.crop_aspect"]),
+        ("aspect ratio", ["model.image_tokens"]),
         (
-            "lock",
+            "lock.",
             [
                 "lock.image",
                 "lock.text",
@@ -54,8 +55,8 @@ def test_settings_reference_lists_defaults_within_80_columns() -> None:
         ),
     ],
 )
-def test_prefix_selects_settings(prefix: str, names: list[str]) -> None:
-    lines = settings_reference(prefix)
+def test_text_selects_settings(text: str, names: list[str]) -> None:
+    lines = settings_reference(text)
     assert [line.partition(" = ")[0] for line in lines if NAMED.match(line)] == names
 
 

@@ -607,3 +607,14 @@ def test_batch_is_moved_to_a_device(folder: Path) -> None:
     moved = batch.to(torch.device("meta"))
     assert isinstance(moved, Batch) and moved.ids is batch.ids and moved.lengths == batch.lengths
     assert [tensor.device.type for tensor in moved.tensors()] == ["meta"] * 3
+
+
+def test_words_are_tokens_without_start_end_and_padding(shards: Shards) -> None:
+    loader = make_loader(shards, lists_words=True)
+    texts = ["!% a a", "a longer text!", ""]
+    tokens = loader.tokenize(texts)
+    assert tokens[0, 1] == 0  # "!" before another sign
+    words = [set(row) - {-1} for row in loader._list_words(tokens).tolist()]
+    assert words == [set(tokenize([text], trim=True)[0, 1:-1].tolist()) for text in texts]
+    batch = loader.batch(0)
+    assert batch.words is not None and 0 < int(batch.words.max()) < END_OF_TEXT - 1

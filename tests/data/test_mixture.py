@@ -389,9 +389,7 @@ def test_epoch_begins_with_its_first_batch_if_samples_are_left_out(
 def test_described_epochs_are_those_of_the_metrics() -> None:
     order = Order([100], seed=0, batch_size=60)
     assert order.epoch(9) == 9
-    assert (
-        order.describe(10) == "1 batches of 60 an epoch, 40 samples left out of each epoch, 10 epochs in all"
-    )
+    assert order.describe(10) == "1 batch of 60 an epoch, 40 samples left out of each epoch, 10 epochs in all"
     wrapped = Order([100], seed=0, batch_size=60, wrap=True)
     assert (wrapped.epoch(9), wrapped.epoch(10)) == (5, 6)
     assert wrapped.describe(10).endswith("no sample left out, 6 epochs in all")

@@ -385,7 +385,11 @@ def test_excluded_samples_are_listed_by_cause(tmp_path: Path) -> None:
         (["width != 0"], "left out by data.filters: 1 without width, left out: 1 without caption"),
         (
             ["width >= 30"],
-            "left out by data.filters: 2 not width >= 30, 1 without width, left out: 1 without caption",
+            "left out by data.filters: 2 by width >= 30, 1 without width, left out: 1 without caption",
+        ),
+        (
+            ["width >= 29.96928679943"],
+            "left out by data.filters: 2 by width >= 29.97, 1 without width, left out: 1 without caption",
         ),
     ):
         selection = Selection(filters=tuple(map(Filter.of, filters)))

@@ -61,6 +61,14 @@ def test_better_is_said_only_of_an_interval_above_zero(
     assert len(format_verdict(verdict)) >= len(verdict.rows) + len(verdict.sentences)
 
 
+def test_losses_are_unknown_without_guard_sets_above_chance() -> None:
+    rows = build_rows({"pairs": [(0.1, 0.05)] * 3})
+    told = _decide(rows, "pairs", "best, step 5", COMMANDS, ["digits", "emoji"]).sentences[1]
+    assert told.endswith(
+        "on all datasets of eval.guard (digits, emoji) the start weights are not above chance."
+    )
+
+
 def test_gains_of_ranks_are_relative_and_positive_if_lower() -> None:
     assert _sign_gain("image_to_text_mean_rank", -10, 40) == pytest.approx(0.25)
     assert _sign_gain("acc1", -0.1, 0.5) == pytest.approx(-0.1)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit.errors import CheckpointError, ConfigError
+from clipkit.export import export
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import Architecture, NaFlexTower, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
@@ -147,6 +148,11 @@ def test_models_are_saved_and_loaded(tmp_path: Path) -> None:
         assert torch.equal(clipkit.encode_image(images, loaded), model.encode_image(strips_of(model)))
     smaller = clipkit.load(tmp_path / "model", image_tokens=12)
     assert smaller.preprocess.patches == PatchBudget(side=4, count=12)
+    for invalid in (-1, 1.5, "a", True, 10**9):
+        with pytest.raises(
+            ConfigError, match=rf"image_tokens = {invalid!r} is not an integer from 1 to 65536"
+        ):
+            clipkit.load(tmp_path / "model", image_tokens=invalid)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="image_size = 40: this model reads images of variable size"):
         clipkit.load(tmp_path / "model", image_size=40)
 
@@ -171,6 +177,15 @@ def test_what_needs_square_images_is_refused() -> None:
         make_model(pool="mean")
     with pytest.raises(ConfigError, match="requires clipkit's ViT"):
         create_architecture("open_clip:RN50", image_tokens=64)
+
+
+def test_exports_are_refused(tmp_path: Path) -> None:
+    targets: tuple[str, ...]
+    for targets in ((), ("onnx",)):
+        with pytest.raises(
+            ConfigError, match=r"^models for images of variable size have no exports: use this"
+        ):
+            export(make_model(), tmp_path / "out", to=targets)
 
 
 # SigLIP 2
@@ -226,7 +241,11 @@ def test_siglip2_features_are_those_of_transformers(siglip2: tuple[Path, Any]) -
     with torch.no_grad():
         expected = theirs.get_image_features(**processor(images=images, return_tensors="pt")).pooler_output
         expected_texts = theirs.get_text_features(tokens).pooler_output
-    assert torch.equal(ours.tokenizer(texts), tokens)
+    assert torch.equal(ours.tokenizer(texts), tokens) and set(ours.tokenizer.special_tokens) - {6, 7} == {
+        0,
+        1,
+        2,
+    }
     assert (clipkit.encode_image(images, ours) - F.normalize(expected, dim=-1)).abs().max() < 1e-5
     assert (clipkit.encode_text(texts, ours) - F.normalize(expected_texts, dim=-1)).abs().max() < 1e-5
     assert ours.logit_scale == theirs.logit_scale.item() and ours.logit_bias == theirs.logit_bias.item()

@@ -112,7 +112,7 @@ def test_chance_is_the_loss_of_equal_logits() -> None:
     ("changed", "message"),
     [
         (["loss.dims=[32]"], "loss.dims = [32] is invalid: cannot be combined with loss.name=global_clip"),
-        (["loss.same=positives"], "loss.same = 'positives' is invalid: expected negatives with"),
+        (["loss.same=positives"], "expected negatives with loss.name=global_clip: set loss.same=negatives"),
         (["data.negatives=wrong"], "data.negatives = 'wrong' is invalid: cannot be combined with"),
         (["global_clip.gamma=0"], "global_clip.gamma = 0.0 is invalid: expected above 0, at most 1"),
     ],

@@ -78,13 +78,15 @@ def test_lion_with_defaults_of_adamw_prints_a_note() -> None:
         settings = ["loss.name=clip", "optim.name=lion", *more]
         return load_config(QUICKSTART, settings).notes(step=0, samples=9600, layers=14)
 
-    (note,) = list_notes("optim.lr=5e-4", "optim.weight_decay=0.2")
-    assert note.endswith(
-        ": optim.lr = 0.0005 (2e-4, a tenth of AdamW's), optim.weight_decay = 0.2 (2, ten times AdamW's), "
-        "optim.beta2 = 0.98 (0.99)"
-    )
+    for rate, decay, advice in (
+        ("0.0005", "0.2", "optim.lr=5e-05 optim.weight_decay=2"),
+        ("1e-05", "0.1", "optim.lr=1e-06 optim.weight_decay=1"),  # of configs/finetune.toml
+    ):
+        (note,) = list_notes(f"optim.lr={rate}", f"optim.weight_decay={decay}")
+        assert f": optim.lr = {rate}, optim.weight_decay = {decay}, optim.beta2 = 0.98. Lion" in note
+        assert note.endswith(f"and beta2 = 0.99: {advice} optim.beta2=0.99")
     (note,) = list_notes("optim.lr=2e-4", "optim.weight_decay=2")
-    assert note.endswith("for ViT-B/32: optim.beta2 = 0.98 (0.99)")
+    assert ": optim.beta2 = 0.98. Lion" in note and note.endswith(": optim.beta2=0.99")
     assert not list_notes("optim.lr=2e-4", "optim.weight_decay=2", "optim.beta2=0.99")
 
 

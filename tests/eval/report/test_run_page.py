@@ -121,6 +121,13 @@ def test_page_summarizes_the_run(run: Path) -> None:
     assert not any(attributes.get("class") == "notes" for _, attributes in page.tags)
 
 
+def test_architecture_is_that_of_the_scores_if_the_config_names_none(run: Path) -> None:
+    (run / "config.toml").write_text('[model]\nname = ""\n')
+    assert "A model trained for 300 steps" in parse(build_report(run)).words
+    write_lines(run / "results.jsonl", [result_line(300) | {"architecture": "ViT-Ti-4-16"}])
+    assert "ViT-Ti-4-16 trained for 300 steps" in parse(build_report(run)).words
+
+
 def test_page_loads_nothing_external(run: Path) -> None:
     html = build_report(run).read_text()
     page = Page(html)
