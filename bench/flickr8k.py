@@ -14,9 +14,10 @@ chosen checkpoint is then scored on the 1,000 test images with 5,000 captions. S
 images.
 
 ``--open-clip PAIRS`` trains the same towers, locked, and heads of the same kinds with ``open_clip_train.main`` for
-one epoch of that many pairs, with the same batch size, learning rate, crops, cores, and memory that is kept as
-clipkit keeps it. Choose PAIRS such that it takes as long as clipkit. Its option ``--lock-image-freeze-bn-stats`` is
-not used: it replaces timm's batch norms without their activations.
+one epoch of that many pairs, with the same learning rate, crops, cores, and memory that is kept as clipkit keeps
+it, in batches of 128: the same time allows few steps of larger ones. Choose PAIRS such that it takes as long as
+clipkit. Its option ``--lock-image-freeze-bn-stats`` is not used: it replaces timm's batch norms without their
+activations.
 """
 
 import argparse
@@ -138,6 +139,7 @@ def measure_steps(tables: Path, work: Path, settings: Sequence[str]) -> Mapping[
                     "checkpoint.best=",
                     "eval.patience=0",
                     f"steps={steps[name]}",
+                    "batch_size=128",
                     "optim.warmup=5",
                 ),
                 *("log.every_steps=1", *kind, *settings),

@@ -9,8 +9,10 @@ costs, in alternating steps of one process. Rows are stored in bench/results/sma
 budget and seed; rows of other calls stay. Interrupted runs resume with the same ``--work``, which also keeps the
 stored features of Flickr8k.
 
-``--flickr8k`` is the folder of bench/flickr8k.py, and needs its settings, such as ``model.image_weights=FILE``,
-``model.text=transformers:FOLDER`` and ``model.text_weights=FOLDER``.
+Glyphs trains the quickstart's model from scratch, emoji and Flickr8k projections on the stored features of locked
+towers. These need settings for the weights, such as ``model.image_weights=FILE``,
+``model.text=transformers:FOLDER`` and ``model.text_weights=transformers``. ``--flickr8k`` is the folder of
+bench/flickr8k.py.
 """
 
 import argparse
@@ -30,6 +32,7 @@ from typing import Any
 import torch
 
 from bench.flickr8k import read_scores, write_tables
+from bench.select import HEADS
 from clipkit.batch import Batch
 from clipkit.config import load_config
 from clipkit.model import keep_memory, select_distinct
@@ -43,11 +46,8 @@ RESULT = Path(__file__).parent / "results" / "small_batches.json"
 
 SETUPS: dict[str, tuple[str, ...]] = {
     "glyphs": ("configs/quickstart.toml", "eval.every_steps=0", "checkpoint.every_steps=0"),
-    "emoji": (
-        "configs/emoji.toml", "model.image_size=32", "steps=840", "optim.warmup=50", "data.color_jitter=0",
-        "data.grayscale=0", "eval.every_steps=0", "checkpoint.every_steps=0",
-    ),
-    "flickr8k": ("configs/finetune_heads.toml",),
+    "emoji": ("configs/emoji.toml", *HEADS, "eval.every_steps=0", "checkpoint.every_steps=0"),
+    "flickr8k": ("configs/finetune_heads.toml", "batch_size=128"),
 }  # fmt: skip
 METHODS: dict[str, tuple[str, ...]] = {
     "clip": (),
@@ -195,7 +195,7 @@ def measure_run(
         by_name["steps"] = f"steps={round(steps / ratio)}"
     run = work / f"{data}-{method}-{budget}-{seed}"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    if data == "flickr8k":
+    if data in ("emoji", "flickr8k"):
         environment["CLIPKIT_CACHE"] = str(work / "cache")
     command = [sys.executable, "train.py", str(file), f"out={run}", f"seed={seed}", *by_name.values()]
     before = getrusage(RUSAGE_CHILDREN)
