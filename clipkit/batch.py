@@ -29,6 +29,10 @@ class TeacherFeatures(NamedTuple):
     images: Tensor
     texts: Tensor | None = None
 
+    def convert(self, change: Callable[[Tensor], Tensor]) -> "TeacherFeatures":
+        """Return the results of ``change`` for images and texts."""
+        return TeacherFeatures(change(self.images), None if self.texts is None else change(self.texts))
+
 
 # of a batch, on its device
 _TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights", "words")
@@ -179,8 +183,7 @@ class Batch:
         is_substitute = [int(row in self.substitutes) for row in range(count)]
         taken["substitutes"] = tuple(row for row, flag in enumerate(take_numbers(is_substitute)) if flag)
         if self.teacher is not None:
-            images, texts = self.teacher
-            taken["teacher"] = TeacherFeatures(take(images), None if texts is None else take(texts))
+            taken["teacher"] = self.teacher.convert(take)
         return replace(self, **taken)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> Self:
@@ -189,6 +192,5 @@ class Batch:
             tensor = getattr(self, name)
             moved[name] = None if tensor is None else move(tensor)
         if self.teacher is not None:
-            images, texts = self.teacher
-            moved["teacher"] = TeacherFeatures(move(images), None if texts is None else move(texts))
+            moved["teacher"] = self.teacher.convert(move)
         return replace(self, **moved)

@@ -1787,8 +1787,8 @@ def settings_reference(text: str = "") -> list[str]:
     """List settings with default, description and valid values, in lines of at most 80 columns.
 
     Args:
-        text: list only settings with this text in their name, such as "optim.l" or "crop"; if there are none, those
-            with it in their description.
+        text: part of a name, such as "optim.l" or "crop". Only settings with it in their name are listed, or, if
+            there are none, those with it in their description.
     """
     lines = _list_settings(lambda name, entry: text in name)
     lines = lines or _list_settings(lambda name, entry: text.lower() in describe_setting(entry).lower())

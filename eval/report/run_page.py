@@ -117,7 +117,7 @@ class RunFolder:
 
     @property
     def architecture(self) -> str:
-        """The architecture of the last scores, for configs with an empty ``model.name``; "" if there are none."""
+        """Name of the architecture that was scored last; "" without scores. ``model.name`` may be empty."""
         return str(self.results[-1].line.get("architecture") or "") if self.results else ""
 
     @property
