@@ -457,7 +457,6 @@ def main(arguments: Arguments) -> int:
             print(*lines, sep="\n")
         distributed.stop()
         return 0
-    shape = build.select_shape(config)
     build.check_split(config, world=distributed.world_size())
     if config.data.nvjpeg:
         augment.require_nvjpeg(device)
@@ -468,6 +467,7 @@ def main(arguments: Arguments) -> int:
         newest = checkpoint.newest_checkpoint(run)
         if arguments.replay and newest is None:
             raise ConfigError(f"--replay requires a saved run: there is no checkpoint in {run}")
+        shape = build.select_shape(config, newest=newest)
 
         # 4. The data for training and evaluation, checked before anything is computed.
         data = open_data(config, shape, resumed=newest is not None)

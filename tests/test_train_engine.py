@@ -199,22 +199,22 @@ def test_skipped_spikes_are_counted_and_identical_after_resume(trainings: Traini
     out = tmp_path / "run"
     # the learning rate is too small to change gradient norms, so about half of them are above the mean
     settings = (
-        "steps=27", "checkpoint.every_steps=23", "optim.skip_above=1.01", "optim.lr=1e-7",
+        "steps=45", "checkpoint.every_steps=30", "optim.skip_above=1.01", "optim.lr=1e-7",
         "optim.clip_norm=0",
     )  # fmt: skip
     trainings.run(out, *settings)
-    lines, end, losses_before = metrics(out), digests(out, 27), losses(out)
+    lines, end, losses_before = metrics(out), digests(out, 45), losses(out)
     counts = [line["skipped"] for line in lines]
-    assert counts[19] == 0 and 0 < counts[22] < counts[-1] < 7
+    assert counts[19] == 0 and 0 < counts[29] < counts[-1] < 25, counts
     for before, after in pairwise(lines):
         if after["skipped"] > before["skipped"]:
             assert after["grad_norm"] > 1.01 * min(line["grad_norm"] for line in lines)
-    stored = json.loads((checkpoint(out, 23) / "state.json").read_text())
-    assert stored["skipped"] == counts[22] and stored["usual_norm"] > 0
+    stored = json.loads((checkpoint(out, 30) / "state.json").read_text())
+    assert stored["skipped"] == counts[29] and stored["usual_norm"] > 0
 
-    go_back(out, 23)
+    go_back(out, 30)
     trainings.run(out, *settings)
-    assert digests(out, 27) == end
+    assert digests(out, 45) == end
     assert [line["skipped"] for line in metrics(out)] == counts and losses(out) == losses_before
 
 

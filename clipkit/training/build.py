@@ -89,13 +89,17 @@ def shape_of(
     terms: Mapping[str, Term] | None = None,
     sizes: ShapeConfig | None = None,
     pixels: PixelsConfig | None = None,
+    checkpoint: Path | None = None,
 ) -> Architecture:
-    """Return the architecture that settings select, with a bias or heads if the objective or terms need them."""
+    """Return the architecture that settings select, with a bias or heads if the objective or terms need them.
+
+    Without ``model.name`` it is that of ``checkpoint``, by default of ``model.weights``.
+    """
     options = {name: f"model.image_options: {name}" for name in model.tower_options}
     options |= {name: f"model.text_options: {name}" for name in model.text_tower_options}
     with _name_settings({**_MODEL_SIZES, **options}):
         shape = create_architecture(
-            model.name or read_architecture(model.weights),
+            model.name or read_architecture(str(checkpoint or model.weights)),
             image=model.image,
             image_options=model.tower_options,
             text=model.text,
@@ -140,8 +144,13 @@ def shape_of(
     return replace(shape, logit_bias=True) if has_bias else shape
 
 
-def select_shape(config: Config, terms: Mapping[str, Term] | None = None) -> Architecture:
-    """Return the architecture that the settings of a run select with some of its local terms, see ``shape_of``."""
+def select_shape(
+    config: Config, terms: Mapping[str, Term] | None = None, *, newest: Path | None = None
+) -> Architecture:
+    """Return the architecture that the settings of a run select with some of its local terms, see ``shape_of``.
+
+    ``newest`` is the checkpoint at which the run resumes.
+    """
     shape = shape_of(
         config.model,
         config.loss,
@@ -149,6 +158,7 @@ def select_shape(config: Config, terms: Mapping[str, Term] | None = None) -> Arc
         terms=select_terms(config) if terms is None else terms,
         sizes=config.shape,
         pixels=config.pixels,
+        checkpoint=None if config.lora.rank else newest,  # a checkpoint of adapters requires model.weights
     )
     if size := config.select.image_size:
         _check_image_size("select.image_size", size, shape, config.model.label)

@@ -88,7 +88,6 @@ def test_train_resume_and_evaluate(tower: str, forked: Forked, tmp_path: Path) -
         TOWERS[tower],
         "checkpoint.every_steps=2",
         "steps=4",
-        "optim.name=adamw",  # muon requires the blocks of a tower
     ]
     costs = run(*settings, f"out={out}", "--dry-run").stdout
     assert "FLOPs" in costs and not out.exists()
