@@ -7,8 +7,8 @@ Options: ``--batch-sizes 128 1024``, ``--only lion muon``, ``--seeds 0 1 2``, ``
 stay in ``bench/results/optimizers.json`` and are not measured again, so the comparison can be run in pieces.
 
 ``flickr8k`` trains the projections of ``configs/finetune_heads.toml`` on stored features (one view; see
-``bench.flickr8k`` for the files), and ``emoji`` the model of ``configs/emoji.toml`` on images of 32 pixels. Each
-run sees the same number of samples, whatever the batch size, and its last step is scored.
+``bench.flickr8k`` for the files), and ``emoji`` the model of ``configs/emoji.toml`` with half the channels, on
+images of 32 pixels. Each run sees the same number of samples, whatever the batch size, and its last step is scored.
 
 The learning rate is chosen for each optimizer and batch size with the first seed, by the score on the validation
 split: three rates, a factor of about 3 apart, and further ones while the best is the lowest or the highest. On
@@ -53,13 +53,15 @@ OPTIMIZERS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 COMPARED = {"flickr8k": ("adamw", "lion"), "emoji": ("adamw", "lion", "muon")}
 WEIGHT_DECAY = {"flickr8k": 0.1, "emoji": 0.2}
-SAMPLES = {"flickr8k": 120_000, "emoji": 57_344}
+SAMPLES = {"flickr8k": 120_000, "emoji": 28_672}
 SETTINGS = {
     "flickr8k": (
         "configs/finetune_heads.toml", "pixels.mean=[0.498,0.498,0.498]", "pixels.std=[0.502,0.502,0.502]",
         "lock.views=1",
     ),
-    "emoji": ("configs/emoji.toml", "model.image_size=32"),
+    "emoji": (
+        "configs/emoji.toml", "model.image_size=32", 'model.image_options={"channels": [32, 64, 128, 256]}',
+    ),
 }  # fmt: skip
 LAST_STEP_ONLY = (
     "eval.data=[]", "checkpoint.best=", "checkpoint.every_steps=0", "eval.every_steps=0", "eval.patience=0",
