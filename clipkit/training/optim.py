@@ -3,9 +3,11 @@
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from inspect import unwrap
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -355,12 +357,13 @@ class MuonWithAdamW(DeviceGated):
             if skip is not None:
                 directions.masked_fill_(skip, 0)
             start = 0
+            stacks = []
             for stack in by_shape.values():
                 local = local_part(stack[0])
                 end = start + len(stack) * local.numel()
-                local_directions = directions[start:end].view(len(stack), *local.shape)
+                stacks.append((stack, directions[start:end].view(len(stack), *local.shape)))
                 start = end
-                _update_stack(stack, local_directions, group["lr"], decay, run=run, most=most)
+            _update_stacks(stacks, group["lr"], decay, pool=pool, most=most)
 
     def _average_gradients(self, parameters: list[Tensor], skip: Tensor | None, *, out: list[Tensor]) -> None:
         """Update the momentum, and write the direction of each local part to one of ``out``, which are flat."""
@@ -377,46 +380,55 @@ class MuonWithAdamW(DeviceGated):
         torch._foreach_copy_(out, torch._foreach_lerp(gradients, averages, self._momentum))
 
 
-def _update_stack(
-    parameters: list[Tensor],
-    directions: Tensor,
+def _update_stacks(
+    stacks: Sequence[tuple[list[Tensor], Tensor]],
     lr: float,
     decay: float | Tensor,
     *,
-    run: Callable[..., Iterable[Any]],
+    pool: ThreadPoolExecutor | None,
     most: int,
 ) -> None:
-    """Update N matrices (A, B) of one shape; if they are sharded, this rank holds (a, B) of each.
+    """Update matrices, those of one shape together.
 
     Args:
-        parameters: the matrices.
-        directions: (N, a, B), bfloat16.
+        stacks: N matrices (A, B) of one shape, of which this rank holds (a, B) each if they are sharded, and their
+            directions, (N, a, B) bfloat16.
         lr: learning rate.
         decay: factor of the weights.
-        run: ``map``, or one that computes several chunks at a time.
+        pool: computes chunks of all stacks at the same time; None: one stack after the other, which needs less
+            memory.
         most: number of values of a chunk.
     """
+    run: Callable[..., Iterable[Any]] = map if pool is None else pool.map
 
-    def orthogonalize_chunk(chunk: slice) -> Tensor:
-        return orthogonalize(matrices[chunk])
+    def split(count: int) -> list[slice]:
+        return split_evenly(count, world_size())
 
-    def update(chunk: slice) -> None:
-        weights = [local_part(parameter) for parameter in parameters[chunk]]
+    def chunks_of(like: Tensor, count: int) -> list[slice]:
+        return list(_chunk_slices([like.numel()] * count, most))
+
+    def orthogonalize_stack(stack: list[Tensor], directions: Tensor) -> Iterable[Tensor]:
+        """Orthogonalize this rank's matrices of a stack, by chunk."""
+        matrices = gather_stack(stack[0], directions)[split(len(stack))[rank()]]  # of (N, A, B)
+        return run(orthogonalize, [matrices[chunk] for chunk in chunks_of(stack[0], len(matrices))])
+
+    def update(parameters: list[Tensor], steps: Tensor) -> None:
+        weights = [local_part(parameter) for parameter in parameters]
         torch._foreach_mul_(weights, decay)
-        torch._foreach_add_(weights, list(steps[chunk].float().unbind()), alpha=-rate)
+        rate = lr * 0.2 * math.sqrt(max(parameters[0].shape))
+        torch._foreach_add_(weights, list(steps.float().unbind()), alpha=-rate)
 
-    count = len(parameters)
-    first = parameters[0]
-    rate = lr * 0.2 * math.sqrt(max(first.shape))
-    split = split_evenly(count, world_size())
-    matrices = gather_stack(first, directions)[split[rank()]]  # this rank's of (N, A, B)
-    results = list(run(orthogonalize_chunk, _chunk_slices([first.numel()] * len(matrices), most))) or [
-        matrices
-    ]
-    result = results[0] if len(results) == 1 else torch.cat(results)
-    result = gather_rows(result, [part.stop - part.start for part in split])
-    steps = shard_stack(first, result)  # (N, a, B)
-    deque(run(update, _chunk_slices([first.numel()] * count, most)), maxlen=0)
+    results = starmap(orthogonalize_stack, stacks)
+    for (stack, directions), own in zip(stacks, results if pool is None else list(results), strict=True):
+        first = stack[0]
+        chunks = list(own)
+        result = (
+            chunks[0] if len(chunks) == 1 else torch.cat([directions.new_empty(0, *first.shape), *chunks])
+        )
+        result = gather_rows(result, [part.stop - part.start for part in split(len(stack))])
+        steps = shard_stack(first, result)  # (N, a, B)
+        parts = chunks_of(first, len(stack))
+        deque(run(update, [stack[part] for part in parts], [steps[part] for part in parts]), maxlen=0)
 
 
 def _chunk_slices(sizes: Sequence[int], most: int) -> Iterator[slice]:
