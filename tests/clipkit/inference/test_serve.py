@@ -313,7 +313,7 @@ def test_non_local_hosts_require_a_token(made: Path) -> None:
 @pytest.mark.parametrize("indexed", [False, True])
 def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, indexed: bool) -> None:
     if indexed:
-        pytest.importorskip("usearch")
+        pytest.importorskip("faiss")
     out, images = tmp_path / "embeddings", tmp_path / "images"
     images.mkdir()
 
@@ -424,12 +424,12 @@ def test_results_like_those_of_another_collection_are_of_the_same_image(made: Pa
 
 def test_server_survives_files_that_change_in_place(made: Path, tmp_path: Path) -> None:
     """Files are mapped: reading beyond a new end would end the process with a bus error."""
-    pytest.importorskip("usearch")
+    pytest.importorskip("faiss")
     out = tmp_path / "embeddings"
     encode(made, "one", made / "pairs.tsv", out=out)
     assert dispatch(["index", str(out), "--quiet"]) == 0
     with serving(str(out), str(made / "two")) as address:
-        for pattern in ("img_emb/*.npy", "metadata/*.parquet", "index/*.usearch", "index/index.json"):
+        for pattern in ("img_emb/*.npy", "metadata/*.parquet", "index/index.json"):
             (file,) = out.glob(pattern)
             content = file.read_bytes()
             for damage in ("truncate", "empty", "remove", "overwrite"):
