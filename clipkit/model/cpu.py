@@ -1,9 +1,9 @@
 """Encoding many images or texts on CPUs: one batch per core, reordered weights, and memory that is kept.
 
 * If several cores share a matrix product, they wait for each other after each; so each core computes its own batch.
-* torch computes a linear layer in float32 by MKL, from the weights as they are stored. oneDNN, which is a part of
-  torch, is 1.1 to 1.2 times as fast on weights in its own blocked layout. Reordering takes as long as encoding two
-  images.
+* torch computes a linear layer in float32 by MKL, from the weights as they are stored. With AVX-512, oneDNN, which
+  is a part of torch, is 1.1 to 1.2 times as fast on weights in its own blocked layout. Reordering takes as long as
+  encoding two images. With AVX2 alone it takes 1.2 times as long as MKL, so weights stay as they are.
 * glibc returns the memory of large activations to the system, which clears it before its next use: 8% of the time
   of a ViT-B/32.
 
@@ -48,14 +48,15 @@ class PackedWeights:
 
     They have no effect on other devices, where gradients are computed, on weights that the forward pass computes,
     such as those with adapters, on few rows, and in models with ``nn.MultiheadAttention``, which has its own fast
-    path.
+    path. Nor on CPUs whose best instructions are AVX2, see above.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._storages: set[int] = set()
         has_fast_path = any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
+        is_faster = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() != "AVX2"
         self._dtypes = {torch.float32, torch.bfloat16} if has_bfloat16_products() else {torch.float32}
-        if torch.backends.mkldnn.is_available() and not has_fast_path:
+        if is_faster and not has_fast_path:
             for parameter in model.parameters():
                 if parameter.device.type == "cpu":
                     self._storages.add(parameter.untyped_storage().data_ptr())

@@ -15,6 +15,22 @@ from clipkit.model.lora import add_adapters
 SHAPE = "ViT-Ti-4-16"
 
 
+@pytest.fixture(autouse=True)
+def cpu_on_which_weights_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+
+
+def test_weights_stay_as_they_are_where_mkl_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    layer, x = nn.Linear(192, 576), torch.randn(40, 192)
+    weights = PackedWeights(layer)
+    with torch.inference_mode():
+        expected = layer(x)
+        with weights.activate():
+            assert torch.equal(layer(x), expected)
+    assert not weights._packed
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_linear_equals_plain_linear(dtype: torch.dtype) -> None:
     layer, x = nn.Linear(192, 576), torch.randn(3, 40, 384)[..., ::2]  # not contiguous
