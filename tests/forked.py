@@ -20,8 +20,18 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
+from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
+
 ROOT = Path(__file__).parents[1]
 Ended = subprocess.CompletedProcess[str]
+
+# one layer in each tower, so that steps, checkpoints and measurements of FLOPs are small
+ARCHITECTURES["ViT-test"] = Architecture(
+    embed_dim=64,
+    vision=VisionTower(image_size=16, patch_size=4, width=64, layers=1, heads=1),
+    text=TextTower(width=32, layers=1, heads=2),
+    small_data=True,
+)
 
 
 class Forked:
@@ -43,20 +53,25 @@ class Forked:
         *,
         timeout: float = 120,
         cwd: Path = ROOT,
+        folder: Path | None = None,
     ) -> Ended:
-        """Run a program of the repository and wait until it exits."""
-        with tempfile.TemporaryDirectory() as folder:
-            request = {"argv": [program, *arguments], "environment": dict(environment), "folder": folder}
+        """Run a program of the repository and wait until it exits.
+
+        While it runs, ``folder`` contains files "pid", "out" and "error", if given.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = folder or Path(temporary)
+            request = {"argv": [program, *arguments], "environment": dict(environment), "folder": str(folder)}
             request["cwd"] = str(cwd)
             with self._lock:
                 assert self._server.stdin is not None
                 self._server.stdin.write(json.dumps(request) + "\n")
                 self._server.stdin.flush()
-            status, until = Path(folder, "status"), time.monotonic() + timeout
+            status, until = folder / "status", time.monotonic() + timeout
             while not status.exists():
                 assert self._server.poll() is None and time.monotonic() < until
                 time.sleep(0.02)
-            out, error = (Path(folder, name).read_text(encoding="utf-8") for name in ("out", "error"))
+            out, error = ((folder / name).read_text(encoding="utf-8") for name in ("out", "error"))
             return subprocess.CompletedProcess([program, *arguments], int(status.read_text()), out, error)
 
     def ranks(self, program: str, *arguments: str, world: int, timeout: float = 300) -> list[Ended]:
@@ -99,6 +114,8 @@ def _serve() -> None:
     templates = import_module("eval.report.charts").TEMPLATES
     for name in templates.list_templates(extensions=["html"]):
         templates.get_template(name)
+    # a peak that is measured for a short time is too low, which only the MFU shows
+    import_module("clipkit.training.costs").measured_peak.__kwdefaults__["seconds"] = 0.01
     gc.collect()
     gc.freeze()  # otherwise a collection in a child copies the memory of all objects
 
@@ -116,6 +133,7 @@ def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, cw
     """Fork the program and write its exit status to a file when it has exited."""
     process = os.fork()
     if process:
+        (folder / "pid").write_text(str(process))
         _, status = os.waitpid(process, 0)
         aside = folder / "status.aside"
         aside.write_text(str(os.waitstatus_to_exitcode(status)))

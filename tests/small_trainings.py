@@ -30,7 +30,7 @@ __all__ = [
 
 SAMPLES, BATCH = 48, 4
 SETTINGS = (
-    "model.name=ViT-Ti-4-16", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
+    "model.name=ViT-test", "data.workers=0", "optim.warmup=2", "eval.data=[]", "log.tensorboard=false",
     "log.every_steps=1", f"batch_size={BATCH}", "checkpoint.keep=0", "precision=fp32", "optim.name=adamw",
 )  # fmt: skip
 # settings with which a run has another tokenizer than the small one

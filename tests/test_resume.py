@@ -17,6 +17,7 @@ import pytest
 import simplejpeg
 
 from data.shards.writer import DatasetWriter, Record
+from data.tokenizer import train_tokenizer, write_tokenizer
 from tests.forked import Forked
 
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             image = simplejpeg.encode_jpeg(np.ascontiguousarray(pixels))
             writer.write("train", Record(key=f"{i:04d}", image=image, extension="jpg", caption=f"noise {i}"))
         writer.finish({"name": "pairs"})
+    write_tokenizer(train_tokenizer(["noise"], vocab=300), out.parent / "tokenizer")
     return out
 
 
@@ -41,7 +43,8 @@ def _settings(pairs: Path, out: Path, *more: str) -> list[str]:
     settings = [
         f"data.train={pairs}", f"out={out}", f"steps={STEPS}", "batch_size=8", "model.name=ViT-Ti-4-16",
         "data.workers=1", "optim.warmup=4", "eval.data=[]", "log.tensorboard=false", "log.every_steps=1",
-        "checkpoint.every_steps=5", "checkpoint.keep=2",
+        "checkpoint.every_steps=5", "checkpoint.keep=2", "shape.image_layers=1", "shape.text_layers=1",
+        "shape.text_width=64", f"model.tokenizer={pairs.parent / 'tokenizer'}",
     ]  # fmt: skip
     by_name = {setting.partition("=")[0]: setting for setting in (*settings, *more)}
     return [*by_name.values()]

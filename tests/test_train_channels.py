@@ -47,10 +47,10 @@ def train(forked: Forked, folder: Path, *more: str, status: int = 0) -> str:
 
 
 def test_training_learns_from_an_added_band(forked: Forked, scenes: Path, tmp_path: Path) -> None:
-    save_model(create("ViT-Ti-4-16", seed=0), tmp_path / "rgb")
+    save_model(create("ViT-test", seed=0), tmp_path / "rgb")
     templates = json.dumps(["a satellite image of {}"])
     settings = (
-        f"data.train={scenes / 'packed/train'}", "model.name=ViT-Ti-4-16", f"model.weights={tmp_path / 'rgb'}",
+        f"data.train={scenes / 'packed/train'}", "model.name=ViT-test", f"model.weights={tmp_path / 'rgb'}",
         "pixels.range=0,3000", f"data.caption_templates={templates}",
         "loss.same=positives", "batch_size=24", "steps=60", "optim.warmup=5", "optim.lr=1e-3", "optim.min_lr=0",
         f"eval.data={json.dumps([str(scenes / 'test')])}", "eval.every_steps=0",

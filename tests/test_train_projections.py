@@ -75,7 +75,7 @@ def test_projections_start_as_that_of_the_weights(both: str, trainings: Training
         'model.projections=["image:replayed"]',
         f"model.weights={tmp_path / 'first'}",
     )
-    for name, more in (("whole", ()), ("tower", ("model.new_head=true", "model.name=ViT-Ti-4-16"))):
+    for name, more in (("whole", ()), ("tower", ("model.new_head=true", "model.name=ViT-test"))):
         trainings.run(tmp_path / name, *settings, *more, "steps=1", "optim.lr=1e-12")
         tensors = load_file(checkpoint(tmp_path / name, 1) / "model.safetensors")
         assert torch.allclose(tensors[PROJECTION], projection, atol=1e-6), name

@@ -27,11 +27,11 @@ OTHERS = {
 }  # fmt: skip
 SHAPE = (
     "shape.image_layers=2", "shape.image_width=64", "shape.text_layers=1", "shape.text_width=64", "shape.embed=32",
-    "model.tokenizer=", "optim.name=adamw", "loss.same=positives", "log.every_steps=50", "checkpoint.keep=1",
+    "loss.same=positives", "log.every_steps=50", "checkpoint.keep=1",
 )  # fmt: skip
 FINE_TUNE = (
-    *SHAPE, "batch_size=40", "steps=250", "optim.warmup=5", "optim.lr=1e-3", "eval.every_steps=5",
-    "checkpoint.every_steps=50", "checkpoint.best=acc1", "eval.patience=8",
+    *SHAPE, "batch_size=40", "steps=250", "optim.warmup=5", "optim.lr=1e-3", "eval.every_steps=10",
+    "checkpoint.every_steps=50", "checkpoint.best=acc1", "eval.patience=5",
 )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ from clipkit.training.parallel import clip_gradients, complete_gradients, replic
 from clipkit.training.step import LocalTerms, Sides, backward, batch_loss, encode_pairs
 
 BATCH, END, PATCHES, KEPT, CLASSES = 23, 99, 16, 7, 9  # BATCH is divisible by no number of ranks or parts
-ACCUMULATIONS = (1, 2, 5)
+ACCUMULATIONS = (1, 5)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,16 +142,21 @@ WHAT = (
 
 
 def ways(world: int) -> list[Way]:
-    """All ways that a launch with ``world`` ranks computes; two ranks compute fewer, to save time."""
-    whole = world != 2
-    parts = ACCUMULATIONS if whole else (2,)
-    wanted = [replace(one, parts=number) for one in WHAT for number in parts]
-    if whole:
-        wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
-        wanted += [replace(one, dtype=torch.float32, parts=5) for one in WHAT]
+    """All ways that a launch with ``world`` ranks computes.
+
+    Two ranks compute each sum once, every other one sharded, to save time.
+    """
+    if world == 2:
+        return [
+            replace(one, sharded=number % 2 == 1 and not one.pixels, parts=2)
+            for number, one in enumerate(WHAT)
+        ]
+    wanted = [replace(one, parts=number) for one in WHAT for number in ACCUMULATIONS]
+    wanted += [replace(one, lengths=True, parts=2) for one in WHAT]
+    wanted += [replace(one, dtype=torch.float32, parts=5) for one in WHAT]
     if world > 1:
         own = [one for one in WHAT if not one.pixels]
-        wanted += [replace(one, sharded=True, parts=number) for one in own for number in parts]
+        wanted += [replace(one, sharded=True, parts=number) for one in own for number in ACCUMULATIONS]
     return wanted
 
 

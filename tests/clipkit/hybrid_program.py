@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from clipkit import distributed
 from clipkit.config import Config, OptimConfig, to_toml
 from clipkit.errors import CheckpointError
+from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import create
 from clipkit.training import checkpoint
 from clipkit.training.checkpoint import CheckpointWriter, LoopState, load_training, optimizer_tensors
@@ -21,13 +22,18 @@ from clipkit.training.optim import make_optimizer
 from clipkit.training.parallel import local_part, shard, without_values
 
 CPU = torch.device("cpu")
+SHAPE = Architecture(
+    embed_dim=24,
+    vision=VisionTower(image_size=16, patch_size=8, width=32, layers=2, heads=2),
+    text=TextTower(width=32, layers=1, heads=2, context_length=12, vocab_size=100),
+)
 
 
 def main() -> None:
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     distributed.start()
-    whole = create("ViT-Ti-4-16", name="ViT-Ti-4-16", seed=0).train()
+    whole = create(SHAPE, seed=0).train()
     model = without_values(whole)
     shard(model, whole.state_dict(), "hybrid", device=CPU)
     config = OptimConfig(name="adafactor", lr=1e-2)  # whose state is partly divided and partly not

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from clipkit.distributed import _RANK_LOST, _RANK_SILENT, Failures, _check_own_address, together
 from clipkit.errors import ClipkitError, ConfigError
+from tests.forked import Forked
 
 PROGRAM = str(Path(__file__).parent / "failing_program.py")
 # how the ranks fail, and the errors printed; the other ranks print none
@@ -35,11 +36,9 @@ FAILURES = {
 
 
 @pytest.fixture(scope="module")
-def ends() -> dict[str, Any]:
+def ends(forked: Forked) -> dict[str, Any]:
     """Exit statuses and stderr of the two ranks of each failure, all run at the same time."""
-    command = [sys.executable, PROGRAM, *FAILURES]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True, env=environment)
+    done = forked.run(PROGRAM, [*FAILURES], {}, timeout=180)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 

@@ -176,7 +176,7 @@ def test_batches_do_not_depend_on_workers_ranks_or_start(kind: str, request: pyt
         for step, parts in enumerate(zip(*map(signs, ranks), strict=True)):
             assert sum(parts, ()) == expected[step]
             assert sum((batches[step].bad for batches in ranks), ()) == alone[step].bad
-    for start in range(steps):
+    for start in range(1, steps, 3):
         assert signs(list(make_loader(data).batches(start, steps))) == expected[start:]
     assert signs(list(make_loader(data, num_workers=1, rank=1, world_size=2).batches(9, 11))) == [
         row[BATCH // 2 :] for row in expected[9:11]

@@ -64,7 +64,7 @@ def test_workers_return_the_batches_of_the_loader(workers: int) -> None:
 
 def test_killed_worker_raises_error_at_any_moment() -> None:
     moments = random.Random(0)
-    for turn in range(12):
+    for turn in range(6):
         numbers = squares()
         numbers.next()
         victim = multiprocessing.active_children()[turn % 2].pid

@@ -127,8 +127,7 @@ sys.exit(dispatch(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("kill", [False, True])
-@pytest.mark.parametrize("command", ["export", "interpolate"])
+@pytest.mark.parametrize(("command", "kill"), [("export", True), ("interpolate", False)])
 def test_second_command_is_refused_while_the_first_writes(
     command: str, kill: bool, model: CLIP, tmp_path: Path
 ) -> None:

@@ -151,6 +151,16 @@ def test_squash_resize_is_exported(rgb: list[Image.Image], tmp_path: Path) -> No
     assert apart(found["pixel_values"] * steps, expected * steps) <= 1 + 1e-3
 
 
+@pytest.fixture(scope="module")
+def without_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders by target, in which the model was exported with its usual preprocessing."""
+    folders = {}
+    for target in ("transformers", "sentence-transformers"):
+        folders[target] = tmp_path_factory.mktemp("plain") / "out"
+        export(model_of("quick_gelu"), folders[target], to=[target])
+    return folders
+
+
 @pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
 @pytest.mark.parametrize(
     "chosen",
@@ -160,6 +170,7 @@ def test_background_and_orientation_round_trip(
     target: str,
     chosen: dict[str, Any],
     rgb: list[Image.Image],
+    without_options: dict[str, Path],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -167,19 +178,18 @@ def test_background_and_orientation_round_trip(
     from transformers.utils import logging
 
     model = model_of("quick_gelu")
-    plain = model.preprocess
-    export(model, tmp_path / "plain", to=[target])
-    model.preprocess = plain.replace_decoding(**chosen)
+    model.preprocess = model.preprocess.replace_decoding(**chosen)
     export(model, tmp_path / "out", to=[target])
     same_model(clipkit.load(tmp_path / "out"), model)
-    files = [(tmp_path / name / "preprocessor_config.json").read_bytes() for name in ("plain", "out")]
+    plain = without_options[target]
+    files = [(folder / "preprocessor_config.json").read_bytes() for folder in (plain, tmp_path / "out")]
     assert (files[0] == files[1]) == (not chosen)  # without options, the file is unchanged
     # transformers ignores the options without a warning, keeps them, and computes the same as without
     logger = logging.get_logger("transformers")
     logger.addHandler(caplog.handler)
     try:
         for loader in (AutoProcessor, AutoImageProcessor, CLIPImageProcessor):
-            found, expected = (loader.from_pretrained(tmp_path / name) for name in ("out", "plain"))
+            found, expected = (loader.from_pretrained(folder) for folder in (tmp_path / "out", plain))
             values = [one(images=rgb, return_tensors="pt")["pixel_values"] for one in (found, expected)]
             assert torch.equal(*values)
     finally:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -28,6 +30,7 @@ import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError
 from clipkit.formats.checkpoint import save_model
+from tests.forked import Forked
 
 for needed in ("pyarrow", "fastapi", "uvicorn"):
     pytest.importorskip(needed)
@@ -61,6 +64,9 @@ def encode(
     assert dispatch(["encode", *map(str, sources), *options, *more]) == 0
 
 
+Serving = Callable[..., AbstractContextManager["Address"]]
+
+
 class Address(str):
     """A server's address and process ID."""
 
@@ -68,8 +74,8 @@ class Address(str):
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Address]:
-    """Run a server on a free port; yield the address, including the token."""
+def run_program(*arguments: str) -> Iterator[Address]:
+    """Run a server on a free port as a program; yield the address, including the token."""
     command = [sys.executable, "-m", "clipkit", "serve", *arguments, "--port", "0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as server:
@@ -87,8 +93,32 @@ def serving(*arguments: str) -> Iterator[Address]:
 
 @pytest.fixture(scope="module")
 def address(made: Path) -> Iterator[Address]:
-    with serving(str(made / "one"), str(made / "two")) as found:
+    with run_program(str(made / "one"), str(made / "two")) as found:
         yield found
+
+
+@pytest.fixture
+def serving(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Serving:
+    """Return a function that runs a server on a free port in a forked process, otherwise as ``run_program``."""
+
+    @contextmanager
+    def serve(*arguments: str) -> Iterator[Address]:
+        folder = tmp_path_factory.mktemp("server")
+        command = ["serve", *arguments, "--port", "0"]
+        with ThreadPoolExecutor(1) as pool:
+            ended = pool.submit(forked.run, "clipkit/__main__.py", command, {}, folder=folder, timeout=600)
+            found = None
+            while found is None:
+                assert not ended.done(), ended.result().stderr
+                time.sleep(0.02)
+                out = folder / "out"
+                found = re.search(r"http://\S+(?=\s)", out.read_text()) if out.exists() else None
+            try:
+                yield Address(found[0])
+            finally:
+                os.kill(int((folder / "pid").read_text()), signal.SIGTERM)
+
+    return serve
 
 
 def get(address: str, **headers: str) -> Any:
@@ -295,7 +325,7 @@ def test_other_host_names_are_rejected(address: str) -> None:
     assert status(address, Host="localhost")[0] == 200
 
 
-def test_non_local_hosts_require_a_token(made: Path) -> None:
+def test_non_local_hosts_require_a_token(serving: Serving, made: Path) -> None:
     with serving(str(made / "one"), "--host", "0.0.0.0") as address:
         plain, _, token = address.partition("?token=")
         assert len(token) > 20
@@ -311,7 +341,9 @@ def test_non_local_hosts_require_a_token(made: Path) -> None:
 
 
 @pytest.mark.parametrize("indexed", [False, True])
-def test_new_images_are_found_without_a_restart(made: Path, tmp_path: Path, indexed: bool) -> None:
+def test_new_images_are_found_without_a_restart(
+    serving: Serving, made: Path, tmp_path: Path, indexed: bool
+) -> None:
     if indexed:
         pytest.importorskip("faiss")
     out, images = tmp_path / "embeddings", tmp_path / "images"
@@ -383,7 +415,9 @@ def test_update_during_a_search_gives_no_other_image(
     assert result["path"].endswith("/7.png")
 
 
-def test_folder_of_another_model_is_refused_until_a_restart(made: Path, tmp_path: Path) -> None:
+def test_folder_of_another_model_is_refused_until_a_restart(
+    serving: Serving, made: Path, tmp_path: Path
+) -> None:
     """Both models have the same dimension."""
     out = shutil.copytree(made / "one", tmp_path / "out")
     with serving(str(out), str(made / "two")) as address:
@@ -399,7 +433,9 @@ def test_folder_of_another_model_is_refused_until_a_restart(made: Path, tmp_path
         assert status(f"{address}api/search?text=a")[0] == 200
 
 
-def test_results_like_those_of_another_collection_are_of_the_same_image(made: Path, tmp_path: Path) -> None:
+def test_results_like_those_of_another_collection_are_of_the_same_image(
+    serving: Serving, made: Path, tmp_path: Path
+) -> None:
     """The keys of two shards are equal."""
     for number, shard in enumerate(("a", "b")):
         (tmp_path / shard).mkdir()
@@ -422,7 +458,7 @@ def test_results_like_those_of_another_collection_are_of_the_same_image(made: Pa
                 assert images[0] == images[1]
 
 
-def test_server_survives_files_that_change_in_place(made: Path, tmp_path: Path) -> None:
+def test_server_survives_files_that_change_in_place(serving: Serving, made: Path, tmp_path: Path) -> None:
     """Files are mapped: reading beyond a new end would end the process with a bus error."""
     pytest.importorskip("faiss")
     out = tmp_path / "embeddings"
@@ -476,7 +512,7 @@ def test_invalid_options_busy_port_and_missing_fastapi_are_rejected(
 
 
 @pytest.mark.parametrize("width", [390, 1200])
-def test_page_in_a_browser(made: Path, width: int) -> None:
+def test_page_in_a_browser(serving: Serving, made: Path, width: int) -> None:
     playwright = pytest.importorskip("playwright.sync_api")
     playwright.expect.set_options(
         timeout=60_000

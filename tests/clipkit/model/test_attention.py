@@ -1,6 +1,7 @@
 """Tests of attention maps and heatmaps, against transformers, timm and finite differences."""
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import clipkit
 from clipkit.errors import ConfigError, DataError
 from clipkit.export.write import export
 from clipkit.inference.explain import check_files
+from clipkit.model import Architecture, OpenClipVision
 from clipkit.model.attention import attention_blocks, patch_grid, text_heatmaps, watch_attention
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import create_architecture
@@ -66,9 +68,24 @@ def test_maps_equal_timm() -> None:
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["ViT-Ti-8-48", "open_clip:coca_ViT-B-32"])
-def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> None:
-    model, plain = create(create_architecture(name), seed=0).eval(), F.scaled_dot_product_attention
+COCA = {
+    "layers": 2, "width": 64, "head_width": 32, "patch_size": 8, "attentional_pool": True, "attn_pooler_heads": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shape", "tokens"),
+    [
+        (create_architecture("ViT-Ti-8-48"), 37),
+        (
+            replace(create_architecture("ViT-Ti-8-48"), vision=OpenClipVision(image_size=32, config=COCA)),
+            17,
+        ),
+    ],
+    ids=["own", "coca"],
+)
+def test_attention_maps_leave_features_and_global_state_unchanged(shape: Architecture, tokens: int) -> None:
+    model, plain = create(shape, seed=0).eval(), F.scaled_dot_product_attention
     images = random_images(model)
     with torch.no_grad():
         before = model.encode_image(images)
@@ -76,7 +93,7 @@ def test_attention_maps_leave_features_and_global_state_unchanged(name: str) -> 
             torch.testing.assert_close(model.encode_image(images), before, rtol=0, atol=1e-5)
     texts = F.normalize(torch.randn(3, before.shape[1]), dim=1)
     heat = text_heatmaps(model, images, texts)
-    side, _ = patch_grid(50 if "B-32" in name else 37)
+    side, _ = patch_grid(tokens)
     assert heat.shape == (2, 3, side, side) and (heat >= 0).all() and heat.std() > 0
     own = text_heatmaps(model, images, texts[:2, None])  # one text for each image
     torch.testing.assert_close(own[:, 0], heat[[0, 1], [0, 1]], rtol=1e-4, atol=1e-8)

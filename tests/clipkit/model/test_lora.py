@@ -39,7 +39,7 @@ def randomize(model: CLIP) -> None:
 
 @pytest.mark.parametrize("image", ["", "timm:vit_tiny_patch16_224", "timm:resnet10t"])
 def test_merged_and_unmerged_models_agree(image: str) -> None:
-    shape = OWN if not image else replace(OWN, vision=create_architecture("ViT-Ti-4-16", image=image).vision)
+    shape = OWN if not image else replace(OWN, vision=create_architecture("ViT-test", image=image).vision)
     model = create(shape, seed=0).eval()
     images = torch.randint(
         0, 256, (2, 3, shape.vision.image_size, shape.vision.image_size), dtype=torch.uint8
@@ -84,13 +84,13 @@ def test_only_adapters_and_temperature_are_trained() -> None:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base")
     write_pairs(folder / "pairs")
-    save_model(clipkit.create("ViT-Ti-4-16", seed=3).eval(), folder / "model")
+    save_model(clipkit.create("ViT-test", seed=3).eval(), folder / "model")
     return folder
 
 
 def run(forked: Forked, base: Path, out: Path, *more: str) -> str:
     settings = [
-        f"out={out}", f"model.weights={base / 'model'}", "model.name=ViT-Ti-4-16", "lora.rank=2",
+        f"out={out}", f"model.weights={base / 'model'}", "model.name=ViT-test", "lora.rank=2",
         f"data.train={base / 'pairs'}", "batch_size=8", "data.workers=0", "eval.data=[]", "optim.warmup=1",
         "optim.lr=0.01", "checkpoint.every_steps=2", "log.every_steps=1", *more,
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def test_missing_and_changed_bases_are_rejected(forked: Forked, base: Path, tmp_
         CheckpointError, match=r"has adapters of .*base/model, which cannot be loaded: no model at"
     ):
         clipkit.load(tmp_path / "run")
-    save_model(clipkit.create("ViT-Ti-4-16", seed=4).eval(), moved / "model")
+    save_model(clipkit.create("ViT-test", seed=4).eval(), moved / "model")
     with pytest.raises(CheckpointError, match="whose weights have changed since: restore them"):
         clipkit.load(tmp_path / "run")
     shutil.copytree(base / "pairs", moved / "pairs")

@@ -173,7 +173,7 @@ def test_frozen_tower_has_no_gradients_state_or_activations() -> None:
 
 
 def test_sharding_divides_weights_gradients_and_state() -> None:
-    model = meta(ARCHITECTURES["ViT-H-14"])
+    model = meta(ARCHITECTURES["ViT-L-14"])
     work = Workload(model=model, config=Config(batch_size=4096), world=64)
     sharded = with_settings(work, sharding="full")
     plain, full = memory(work), memory(sharded)

@@ -494,7 +494,7 @@ def test_ctrl_c_prints_one_line(good: Path) -> None:
         "from data.__main__ import main; threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start(); "
         "run_command(partial(main, sys.argv[1:]))"
     )
-    command = [sys.executable, "-c", program, "inspect", str(good), "--image-size", "8000", "--quiet"]
+    command = [sys.executable, "-c", program, "inspect", str(good), "--image-size", "4000", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped; nothing was written\n")
 

@@ -2,8 +2,7 @@
 
 import hashlib
 import json
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
@@ -70,13 +69,19 @@ def test_names_may_contain_any_character(tmp_path: Path) -> None:
 
 def test_concurrent_programs_do_not_mix_lines(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    program = (
-        "import sys; from pathlib import Path; from eval import Score, append_results\n"
-        "one = Score(dataset=sys.argv[2] * 60000, task='t', metric='m', value=0, n=1, low=0, high=1, chance=0)\n"
-        "for step in range(40): append_results(Path(sys.argv[1]), [one] * 4, step=step, provenance={})"
-    )  # lines of many pages, which are visible in part while they are written
-    programs = [subprocess.Popen([sys.executable, "-c", program, str(path), name]) for name in "abc"]
-    assert [one.wait(60) for one in programs] == [0, 0, 0]
+
+    def append(name: str) -> None:
+        # lines of many pages, which are visible in part while they are written
+        one = replace(score(), dataset=name * 60_000)
+        for step in range(40):
+            append_results(path, [one] * 4, step=step, provenance={})
+
+    processes = [multiprocessing.get_context("fork").Process(target=append, args=(name,)) for name in "abc"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 480
     runs = [[line["dataset"][0] for line in lines[i : i + 4]] for i in range(0, 480, 4)]
