@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
+from clipkit.model import towers
 from clipkit.model.clip import CLIP
 
 _attention_lock = threading.Lock()  # held while torch's function is replaced, in all threads
@@ -105,6 +106,8 @@ def watch_attention(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) ->
         after.callback(setattr, F, "scaled_dot_product_attention", plain)
         after.callback(torch.backends.mha.set_fastpath_enabled, fast)
         setattr(F, "scaled_dot_product_attention", attend)  # noqa: B010
+        after.callback(setattr, towers, "FEW_TOKENS", towers.FEW_TOKENS)
+        towers.FEW_TOKENS = 0  # towers of clipkit call no other function
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which calls no function
         for i, block in enumerate(blocks):
 

@@ -52,7 +52,7 @@ class Padded:
         """Attend with all tokens: (B, L, H, E) each → (B, L, H, E)."""
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, H, L, E)
         causal = self.ends is not None and self.mask is None
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask, is_causal=causal).transpose(1, 2)
+        return attend(q, k, v, mask=self.mask, causal=causal).transpose(1, 2)
 
     def attend_readout(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with the tokens that are read: q (B, 1, H, E), k and v (B, L, H, E) → (B, 1, H, E)."""
@@ -61,7 +61,7 @@ class Padded:
             visible = torch.arange(k.shape[1], device=k.device) <= self.ends[:, None]  # (B, L)
             mask = visible[:, None, None, :]  # (B, 1, 1, L)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        return attend(q, k, v, mask=mask).transpose(1, 2)
 
     def select_readout(self, x: Tensor) -> Tensor:
         """Select the tokens that are read: (B, L, D) → (B, 1, D)."""
@@ -204,13 +204,69 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     return out
 
 
+FEW_TOKENS = 64
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """Attend with all tokens: q (B, H, L, E), k and v (B, H, N, E) → (B, H, L, E).
+
+    Args:
+        mask: bool, broadcastable to (B, H, L, N), the tokens that each token attends to.
+        causal: whether each token attends to itself and those before it; not with a mask.
+    """
+    if not _is_faster_by_products(k, tokens=k.shape[-2]):
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    if causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf)
+    out: Tensor = scores.softmax(dim=-1) @ v
+    return out
+
+
+def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
+    """Return whether batched products are faster than torch's attention.
+
+    That is slower on two cores of a CPU than on one if each row has few tokens. Compiled blocks use it, because a
+    number of tokens that decides means several graphs.
+    """
+    on_cores = k.device.type == "cpu" and torch.get_num_threads() > 1
+    few = k.dtype == torch.float32 and tokens <= FEW_TOKENS
+    return on_cores and few and not torch.compiler.is_compiling()
+
+
+def _attend_padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
+    """Attend over all texts at the same time, padded to the longest."""
+    places = (packed.rows, packed.positions)
+    longest = packed.counts[-1][1]
+
+    def pad(tokens: Tensor) -> Tensor:
+        """(T, H, E) → (B, H, L, E)."""
+        padded = tokens.new_zeros(len(packed.order), longest, *tokens.shape[1:])
+        return padded.index_put(places, tokens).transpose(1, 2)
+
+    mask = None
+    if ends_only or not packed.causal:
+        sizes = packed.restore_order(packed.starts.diff())
+        mask = (torch.arange(longest) < sizes[:, None])[:, None, None]  # (B, 1, 1, L)
+    if ends_only:
+        query = packed.restore_order(q)[:, :, None]  # (B, H, 1, E)
+        return attend(query, pad(k), pad(v), mask=mask)[packed.order, :, 0]
+    return attend(pad(q), pad(k), pad(v), mask=mask, causal=packed.causal).transpose(1, 2)[places]
+
+
 def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
     """Attend by plain attention over all texts of one length at a time, on any device.
 
-    Texts of one length are contiguous, so each group is a view of the packed row without padding.
+    Texts of one length are contiguous, so each group is a view of the packed row without padding. On a CPU, short
+    texts of similar lengths are padded, which is faster.
     """
     if not packed.counts:
         return q
+    longest = packed.counts[-1][1]
+    if _is_faster_by_products(k, tokens=longest) and longest * len(packed.order) <= 2 * len(k):
+        return _attend_padded(q, k, v, packed, ends_only=ends_only)
     text_counts = [texts for texts, _ in packed.counts]
     sizes = [texts * length for texts, length in packed.counts]
     queries = q.split(text_counts if ends_only else sizes)

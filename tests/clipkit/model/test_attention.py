@@ -52,6 +52,21 @@ def test_maps_equal_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)  # transformers computes softmax in float32
 
 
+def test_maps_do_not_depend_on_cores() -> None:
+    model = create("ViT-Ti-4-16", seed=0).eval()
+    images = random_images(model)
+    one = maps_of(model, images)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        two = maps_of(model, images)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(one) == len(two) == len(attention_blocks(model))
+    for ours, other in zip(two, one, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-6)
+
+
 def test_maps_equal_timm() -> None:
     utilities = pytest.importorskip("timm.utils.attention_extract")
     model = create(create_architecture("ViT-Ti-8-48", image="timm:test_vit"), seed=0).eval()

@@ -2,6 +2,8 @@
 
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +22,17 @@ LENGTHS = [5, 2, 77, 5, 9, 33, 2, 9, 9, 12, 3, 76]
 CPU = torch.device("cpu")
 
 
+@contextmanager
+def on_cores(count: int) -> Iterator[None]:
+    """Let torch use ``count`` cores: on several, attention over few tokens is computed by batched products."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def texts(lengths: list[int], width: int = 77) -> Tensor:
     """(B, width) tokens with noise of smaller ids after the end of each text."""
     generator = torch.Generator().manual_seed(0)
@@ -36,7 +49,7 @@ def by_segment(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bo
     for number, (first, after) in enumerate(pairwise(starts)):
         query = q[number : number + 1] if ends_only else q[first:after]
         a, b, c = (one.transpose(0, 1)[None] for one in (query, k[first:after], v[first:after]))
-        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=not ends_only)
+        mixed = F.scaled_dot_product_attention(a, b, c, is_causal=packed.causal and not ends_only)
         outputs.append(mixed[0].transpose(0, 1))
     return torch.cat(outputs)
 
@@ -100,16 +113,37 @@ def test_pack_places_each_token_once(lengths: list[int]) -> None:
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=12),
     heads=st.integers(1, 3),
     ends_only=st.booleans(),
+    causal=st.booleans(),
+    cores=st.integers(1, 2),
 )
 def test_attention_by_length_equals_attention_by_segment(
-    lengths: list[int], heads: int, ends_only: bool
+    lengths: list[int], heads: int, ends_only: bool, causal: bool, cores: int
 ) -> None:
-    packed = pack(lengths, longest=9, attention=attention_by_length, device=CPU)
+    packed = pack(lengths, longest=9, causal=causal, attention=attention_by_length, device=CPU)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, sum(lengths), heads, 4, generator=generator, dtype=torch.float64)
+    q, k, v = torch.randn(3, sum(lengths), heads, 4, generator=generator)
     query = packed.select_readout(q) if ends_only else q
-    ours = attention_by_length(query, k, v, packed, ends_only=ends_only)
-    assert (ours - by_segment(query, k, v, packed, ends_only=ends_only)).abs().max() <= 1e-14
+    with on_cores(cores):
+        ours = attention_by_length(query, k, v, packed, ends_only=ends_only)
+    exact = by_segment(query.double(), k.double(), v.double(), packed, ends_only=ends_only)
+    assert (ours - exact).abs().max() <= 2e-6
+
+
+def test_features_and_gradients_on_two_cores(tiny: CLIP) -> None:
+    lengths = [5, 2, 7, 5, 9, 6, 3]
+    tokens = texts(lengths)
+    images = torch.randint(0, 256, (3, 3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
+
+    def compute() -> tuple[Tensor, dict[str, Tensor]]:
+        features = torch.cat([tiny.encode_image(images), tiny.encode_text(tokens, lengths=lengths)])
+        return features.detach(), gradients(tiny, features)
+
+    one, gradients_of_one = compute()
+    with on_cores(2):
+        two, gradients_of_two = compute()
+    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+    for name, gradient in gradients_of_one.items():
+        torch.testing.assert_close(gradients_of_two[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_linear_layers_process_only_real_tokens(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
