@@ -111,6 +111,8 @@ def _serve() -> None:
     tokenize = import_module("clipkit.model.tokenizer").tokenize
     tokenize(["a"])
     _ = import_module("transformers").AutoTokenizer  # imports many modules
+    for name in ("timm", "transformers.models.bert.modeling_bert"):  # of the recipes of domains
+        import_module(name)
     templates = import_module("eval.report.charts").TEMPLATES
     for name in templates.list_templates(extensions=["html"]):
         templates.get_template(name)

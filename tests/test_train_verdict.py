@@ -77,14 +77,14 @@ def write_colors(
 def start(trainings: Trainings) -> Path:
     """Weights of a model that names colors."""
     folder = trainings.pairs.parent
-    write_colors(folder / "colors", COLORS, {"train": 2000, "test": 300})
-    write_colors(folder / "others", OTHERS, {"train": 200, "test": 400}, wrong=0.4)
-    write_colors(folder / "shuffled", OTHERS, {"train": 200, "test": 400}, shuffled=True)
+    write_colors(folder / "colors", COLORS, {"train": 2000, "test": 150})
+    write_colors(folder / "others", OTHERS, {"train": 200, "test": 200}, wrong=0.4)
+    write_colors(folder / "shuffled", OTHERS, {"train": 200, "test": 200}, shuffled=True)
     out = folder / "start"
     settings = (
         f"data.train={folder}/colors",
         "steps=150",
-        "batch_size=64",
+        "batch_size=32",
         "optim.lr=2e-3",
         "optim.warmup=20",
     )

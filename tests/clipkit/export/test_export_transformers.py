@@ -152,13 +152,26 @@ def test_squash_resize_is_exported(rgb: list[Image.Image], tmp_path: Path) -> No
 
 
 @pytest.fixture(scope="module")
-def without_options(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders by target, in which the model was exported with its usual preprocessing."""
-    folders = {}
+def without_options(
+    rgb: list[Image.Image], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, list[Tensor]]]:
+    """By target: a folder of the model as it is, and the pixels that each loader makes of the images."""
+    made = {}
     for target in ("transformers", "sentence-transformers"):
-        folders[target] = tmp_path_factory.mktemp("plain") / "out"
-        export(model_of("quick_gelu"), folders[target], to=[target])
-    return folders
+        out = tmp_path_factory.mktemp("plain") / "out"
+        export(model_of("quick_gelu"), out, to=[target])
+        made[target] = out, pixels_of(out, rgb)
+    return made
+
+
+def pixels_of(folder: Path, images: list[Image.Image]) -> list[Tensor]:
+    from transformers import AutoImageProcessor, AutoProcessor, CLIPImageProcessor
+
+    loaders = (AutoProcessor, AutoImageProcessor, CLIPImageProcessor)
+    return [
+        loader.from_pretrained(folder)(images=images, return_tensors="pt")["pixel_values"]
+        for loader in loaders
+    ]
 
 
 @pytest.mark.parametrize("target", ["transformers", "sentence-transformers"])
@@ -170,28 +183,25 @@ def test_background_and_orientation_round_trip(
     target: str,
     chosen: dict[str, Any],
     rgb: list[Image.Image],
-    without_options: dict[str, Path],
+    without_options: dict[str, tuple[Path, list[Tensor]]],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    from transformers import AutoImageProcessor, AutoProcessor, CLIPImageProcessor
+    from transformers import AutoImageProcessor
     from transformers.utils import logging
 
     model = model_of("quick_gelu")
     model.preprocess = model.preprocess.replace_decoding(**chosen)
     export(model, tmp_path / "out", to=[target])
     same_model(clipkit.load(tmp_path / "out"), model)
-    plain = without_options[target]
+    plain, expected = without_options[target]
     files = [(folder / "preprocessor_config.json").read_bytes() for folder in (plain, tmp_path / "out")]
     assert (files[0] == files[1]) == (not chosen)  # without options, the file is unchanged
     # transformers ignores the options without a warning, keeps them, and computes the same as without
     logger = logging.get_logger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        for loader in (AutoProcessor, AutoImageProcessor, CLIPImageProcessor):
-            found, expected = (loader.from_pretrained(folder) for folder in (tmp_path / "out", plain))
-            values = [one(images=rgb, return_tensors="pt")["pixel_values"] for one in (found, expected)]
-            assert torch.equal(*values)
+        assert all(map(torch.equal, pixels_of(tmp_path / "out", rgb), expected))
     finally:
         logger.removeHandler(caplog.handler)
     assert not caplog.records
