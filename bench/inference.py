@@ -1,23 +1,31 @@
-"""Compare the speed of encoding images and prompts on a CPU with open_clip, transformers and onnxruntime.
+"""Compare the speed of encoding images and prompts on a CPU with open_clip, transformers, onnxruntime and OpenVINO.
 
-    python -m bench.inference [--models ViT-B-32 ViT-B-16] [--images 128] [--prompts 256] [--rounds 5]
-                              [--only NAME …] [--out bench/results/inference.json]
+    python -m bench.inference [--models ViT-B-32 ViT-B-16] [--threads 2] [--precisions fp32] [--images 128]
+                              [--prompts 256] [--rounds 5] [--only NAME …] [--out bench/results/inference.json]
 
-All have the same random weights and inputs, in memory. Each runs in its own process, as in a user's program.
-Those of one precision take turns in alternating order, so that changes in machine load affect all.
+All have the same random weights and inputs, in memory. Each runs in its own process, on as many cores as it has
+threads. Those of one precision take turns in alternating order, so that changes in machine load affect all.
 
-* clipkit: as ``clipkit encode`` computes batches: one per core, reordered weights, memory that is kept; prompts as
-  in zero-shot evaluation. "clipkit, one batch at a time" is the same model as a plain module, on all cores.
-* open_clip and transformers: one batch at a time on all cores, in inference mode, prompts padded to 77 tokens. int8
-  is torch's dynamic quantization of linear layers.
-* onnxruntime: graphs of open_clip's model, and of ``clipkit export --to onnx``. int8 is its dynamic quantization.
+* clipkit: as ``clipkit encode`` computes batches: one per core, weights reordered where that helps, memory that is
+  kept; prompts as in zero-shot evaluation. "clipkit, ONNX export" is the result of ``clipkit export --to onnx``, as
+  ``clipkit.load`` opens it.
+* open_clip and transformers (with its default attention, torch's): one batch at a time on all cores, in inference
+  mode, prompts padded to 77 tokens. int8 is torch's dynamic quantization of linear layers.
+* onnxruntime and OpenVINO: graphs of open_clip's model, one batch per core; prompts padded to 77 tokens. int8 is
+  onnxruntime's dynamic quantization, and of OpenVINO the quantization of weights and activations by NNCF for
+  transformers.
 
-Zero-shot evaluation encodes both; ``zero_shot_seconds`` is the sum for all images and prompts. Differences are
-those of unit-norm embeddings from clipkit's plain model in fp32.
+Times of one thread are its CPU time, which other programs hardly affect; of several threads those of the clock.
+"One image" and "one prompt" are encoded one after the other, each on all cores. Differences are those of unit-norm
+embeddings from clipkit's plain model in fp32.
 
-Bound on a CPU: nearly all time is spent in matrix products. ``gemm_gflops`` is the measured rate of a product with
-reordered weights on all cores, and ``fraction_of_gemm`` that of each contestant, in FLOPs of the complete image
-tower. It can exceed 1 where tokens are not computed that nothing reads.
+Bound: nearly all time is spent in matrix products. ``products_gflops`` is the rate of the products of the model's
+linear layers alone, in fp32, by the faster of MKL and oneDNN with reordered weights: a sequence on each core for
+batches, one on all cores for one input. ``fraction_of_products`` is that of each contestant, in FLOPs that clipkit
+computes: the last block computes only the token that is read, and prompts have no padding.
+
+A run adds its models and numbers of threads to the results file. OpenVINO and NNCF are not dependencies:
+``pip install openvino nncf``.
 """
 
 import argparse
@@ -28,9 +36,11 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from importlib.metadata import version
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -38,28 +48,31 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import clipkit
-from clipkit.export.onnx import write_model as write_onnx
+from clipkit.export.onnx import write_model as write_onnx, write_model_int8 as write_onnx_int8
 from clipkit.export.transformers import write_model as write_transformers
-from clipkit.model.cpu import PackedWeights, keep_memory, open_core_pool, run_parallel
-from clipkit.model.measure import image_flops
+from clipkit.model.cpu import keep_memory, open_core_pool, run_parallel
+from clipkit.model.measure import image_flops, text_flops
 from clipkit.model.names import create_architecture
 from clipkit.model.zero_shot import encode_prompts
 
 RESULTS = Path(__file__).parent / "results"
-KINDS = ("images", "prompts")
+KINDS = ("images", "prompts", "one image", "one prompt")
 PRECISIONS = ("fp32", "bf16", "int8")
 OWN = "clipkit"
+EXPORT = "clipkit, ONNX export"
 CONTESTANTS = {  # name -> precisions
     OWN: ("fp32", "bf16"),
-    "clipkit, one batch at a time": ("fp32", "bf16"),
+    EXPORT: ("fp32", "int8"),
     "open_clip": ("fp32", "bf16"),
     "transformers": ("fp32", "bf16", "int8"),
     "onnxruntime": ("fp32", "int8"),
-    "onnxruntime, clipkit's graph": ("fp32", "int8"),
+    "OpenVINO": ("fp32", "int8"),
 }
-PEERS = ("open_clip", "transformers", "onnxruntime")
+SINGLES = 4  # inputs that are encoded one after the other
+CALIBRATION = 8  # inputs from which NNCF takes the ranges of activations
 WORDS = (
     "a photo of a",
     "a bad photo of the small",
@@ -106,36 +119,35 @@ def batches(rows: Any, size: int) -> list[Any]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def own(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
-    plain = name != OWN
-    if not plain:
-        keep_memory()
+def own_export(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+    return own(precision, clipkit.load(folder / f"clipkit-{precision}"), inputs, folder)
+
+
+def own(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+    keep_memory()
 
     def encode(kind: str) -> Tensor:
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             if kind == "images":
                 parts = batches(inputs.images, inputs.batch_size)
-                made = (
-                    map(model.encode_image, parts)
-                    if plain
-                    else run_parallel(model, model.encode_image, parts)
-                )
-                return torch.cat([*made])
-            if plain:
-                parts = batches(inputs.prompts, inputs.batch_size)
-                return torch.cat([model.encode_text(model.tokenizer(part)) for part in parts])
-            return encode_prompts(model, inputs.prompts, batch_size=inputs.batch_size)
+                return torch.cat([*run_parallel(model, model.encode_image, parts)])
+            if kind == "prompts":
+                return encode_prompts(model, inputs.prompts, batch_size=inputs.batch_size)
+            if kind == "one image":
+                return torch.cat([model.encode_image(image[None]) for image in inputs.images[:SINGLES]])
+            prompts = inputs.prompts[:SINGLES]
+            return torch.cat([model.encode_text(model.tokenizer([prompt])) for prompt in prompts])
 
     return encode
 
 
-def open_clip(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+def open_clip(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
     reference = open_clip_model(model)
-    work = {"images": reference.encode_image, "prompts": reference.encode_text}
+    work = {"image": reference.encode_image, "prompt": reference.encode_text}
     return encoder_of(lambda kind, rows: work[kind](rows, normalize=True), precision, model, inputs)
 
 
-def transformers(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+def transformers(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
     from transformers import CLIPModel
 
     reference: Any = CLIPModel.from_pretrained(folder / "transformers").eval()
@@ -143,7 +155,7 @@ def transformers(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs,
         reference = torch.ao.quantization.quantize_dynamic(reference, {nn.Linear}, torch.qint8)
 
     def encode(kind: str, rows: Tensor) -> Tensor:
-        if kind == "images":
+        if kind == "image":
             out = reference.vision_model(rows).pooler_output
             return F.normalize(reference.visual_projection(out).float(), dim=-1)
         # end of text is the largest token; padding with it, as transformers does, changes nothing
@@ -153,46 +165,94 @@ def transformers(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs,
     return encoder_of(encode, precision, model, inputs)
 
 
-def onnxruntime(name: str, precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+def onnxruntime(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
     import onnxruntime
 
-    source = "clipkit" if "graph" in name else "open_clip"
-    settings = onnxruntime.SessionOptions()
-    settings.log_severity_level = 3  # errors
-    settings.intra_op_num_threads = torch.get_num_threads()
-    sessions = {
-        kind: onnxruntime.InferenceSession(
-            folder / source / f"{file}{'.int8' if precision == 'int8' else ''}.onnx", settings
-        )
-        for kind, file in (("images", "visual"), ("prompts", "textual"))
-    }
+    def open_graph(path: Path, threads: int) -> Callable[[Any], Any]:
+        settings = onnxruntime.SessionOptions()
+        settings.log_severity_level = 3  # errors
+        settings.intra_op_num_threads = threads
+        session = onnxruntime.InferenceSession(path, settings)
+        [given] = session.get_inputs()
+        return lambda rows: session.run(None, {given.name: rows})[0]
+
+    suffix = ".int8.onnx" if precision == "int8" else ".onnx"
+    return encoder_of_graphs(open_graph, suffix, model, inputs, folder)
+
+
+def openvino(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+    from openvino import Core
+
+    core = Core()
+
+    def open_graph(path: Path, threads: int) -> Callable[[Any], Any]:
+        streams = torch.get_num_threads() // threads
+        settings = {"INFERENCE_NUM_THREADS": torch.get_num_threads(), "NUM_STREAMS": streams}
+        compiled = core.compile_model(path, "CPU", settings)
+        return lambda rows: compiled.create_infer_request().infer({0: rows})[0].copy()
+
+    suffix = ".int8.xml" if precision == "int8" else ".onnx"
+    return encoder_of_graphs(open_graph, suffix, model, inputs, folder)
+
+
+MAKERS = dict(
+    zip(CONTESTANTS, (own, own_export, open_clip, transformers, onnxruntime, openvino), strict=True)
+)
+
+
+def encoder_of_graphs(
+    open_graph: Callable[[Path, int], Callable[[Any], Any]],
+    suffix: str,
+    model: clipkit.CLIP,
+    inputs: Inputs,
+    folder: Path,
+) -> Encode:
+    """Return the loop of a peer that runs graphs: batches in parallel, one input on all cores."""
+    graphs: dict[tuple[str, bool], Callable[[Any], Any]] = {}
+    for kind, file in (("image", "visual"), ("prompt", "textual")):
+        for single, threads in ((False, 1), (True, torch.get_num_threads())):
+            graphs[kind, single] = open_graph(folder / "open_clip" / f"{file}{suffix}", threads)
 
     def encode(kind: str, rows: Tensor) -> Tensor:
-        [given] = sessions[kind].get_inputs()
-        return torch.from_numpy(sessions[kind].run(None, {given.name: rows.numpy()})[0])
+        return torch.from_numpy(graphs[kind, len(rows) == 1](rows.numpy()))
 
-    return encoder_of(encode, precision, model, inputs)
+    return encoder_of(encode, "fp32", model, inputs, parallel=True)
 
 
-MAKERS = dict(zip(CONTESTANTS, (own, own, open_clip, transformers, onnxruntime, onnxruntime), strict=True))
+def prepare_inputs(model: clipkit.CLIP, inputs: Inputs) -> dict[str, Tensor]:
+    """Return what peers encode: float images, and prompts padded to the context length."""
+    mean, std = model.colors
+    tokens = model.tokenizer(inputs.prompts)
+    length = model.architecture.text.context_length
+    return {
+        "image": inputs.images.float().div_(255).sub_(mean).div_(std),
+        "prompt": F.pad(tokens, (0, length - tokens.shape[1])),
+    }
 
 
 def encoder_of(
-    encode: Callable[[str, Tensor], Tensor], precision: str, model: clipkit.CLIP, inputs: Inputs
+    encode: Callable[[str, Tensor], Tensor],
+    precision: str,
+    model: clipkit.CLIP,
+    inputs: Inputs,
+    *,
+    parallel: bool = False,
 ) -> Encode:
-    """Return the loop of a peer: prepared float images, prompts padded to the context length."""
-    mean, std = model.colors
-    pixels = inputs.images.float().div_(255).sub_(mean).div_(std)
-    tokens = F.pad(
-        rows := model.tokenizer(inputs.prompts), (0, model.architecture.text.context_length - rows.shape[1])
-    )
-    given = {"images": batches(pixels, inputs.batch_size), "prompts": batches(tokens, inputs.batch_size)}
+    """Return the loop of a peer; ``parallel`` computes one batch per core."""
+    given: dict[str, list[Tensor]] = {}
+    for kind, rows in prepare_inputs(model, inputs).items():
+        given[f"{kind}s"] = batches(rows, inputs.batch_size)
+        given[f"one {kind}"] = batches(rows[:SINGLES], 1)
+    pool = ThreadPoolExecutor(torch.get_num_threads())
 
-    def whole(kind: str) -> Tensor:
+    def encode_all(kind: str) -> Tensor:
+        work = partial(encode, kind.removeprefix("one ").removesuffix("s"))
         with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            return torch.cat([encode(kind, rows) for rows in given[kind]])
+            run = pool.map if parallel and kind.endswith("s") else map
+            features: Iterable[Tensor] = run(work, given[kind])
+            return torch.cat([*features])
 
-    return whole
+    return encode_all
 
 
 def open_clip_model(model: clipkit.CLIP) -> Any:
@@ -216,80 +276,202 @@ class _Graph(nn.Module):
 
 
 @torch.no_grad()
-def prepare(model: clipkit.CLIP, folder: Path, *, only: Sequence[str]) -> None:
+def prepare(
+    model: clipkit.CLIP, inputs: Inputs, folder: Path, *, only: Sequence[str], precisions: Sequence[str]
+) -> None:
     """Write the files that the contestants load."""
     if "transformers" in only:
         (folder / "transformers").mkdir()
         write_transformers(model, model.state_dict(), folder / "transformers")
-    if not any(name.startswith("onnxruntime") for name in only):
+    if EXPORT in only:
+        for precision, write in (("fp32", write_onnx), ("int8", write_onnx_int8)):
+            if precision in precisions:
+                (folder / f"clipkit-{precision}").mkdir()
+                write(model, model.state_dict(), folder / f"clipkit-{precision}")
+    if not {"onnxruntime", "OpenVINO"} & {*only}:
         return
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
-    for source in ("clipkit", "open_clip"):
-        (folder / source).mkdir()
-    write_onnx(model, model.state_dict(), folder / "clipkit")
-    reference, side = open_clip_model(model), model.preprocess.image_size
-    examples = {"image": torch.zeros(2, 3, side, side), "text": model.tokenizer(["a cat", "a dog"])}
-    length = model.architecture.text.context_length
-    examples["text"] = F.pad(examples["text"], (0, length - examples["text"].shape[1]))
-    for kind, file in (("image", "visual"), ("text", "textual")):
-        graph, shapes = _Graph(reference, kind).eval(), ({0: "batch"},)
+    (folder / "open_clip").mkdir()
+    reference = open_clip_model(model)
+    for kind, rows in prepare_inputs(model, inputs).items():
+        encoder = {"image": "visual", "prompt": "textual"}[kind]
+        graph = _Graph(reference, "text" if kind == "prompt" else kind).eval()
         program = torch.onnx.export(
-            graph, (examples[kind],), opset_version=18, dynamic_shapes=shapes, dynamo=True, verbose=False
+            graph, (rows[:2],), opset_version=18, dynamic_shapes=({0: "batch"},), dynamo=True, verbose=False
         )
         assert program is not None
-        program.save(folder / "open_clip" / f"{file}.onnx")
-    for path in folder.glob("*/*al.onnx"):
-        quantize_dynamic(path, path.with_suffix(".int8.onnx"), weight_type=QuantType.QInt8)
+        path = folder / "open_clip" / f"{encoder}.onnx"
+        program.save(path, external_data=True)
+        if "int8" in precisions:
+            quantize_graph(path, rows[:CALIBRATION], only=only)
+
+
+def quantize_graph(path: Path, examples: Tensor, *, only: Sequence[str]) -> None:
+    """Write int8 copies of a graph for onnxruntime and OpenVINO."""
+    if "onnxruntime" in only:
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        products = ["MatMul", "Gemm"]  # its int8 convolutions are slow
+        int8 = path.with_suffix(".int8.onnx")
+        quantize_dynamic(
+            path,
+            int8,
+            op_types_to_quantize=products,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=True,
+        )
+    if "OpenVINO" in only:
+        import nncf
+        from openvino import Core, save_model
+
+        calibration = nncf.Dataset([row[None].numpy() for row in examples])
+        quantized = nncf.quantize(Core().read_model(path), calibration, model_type=nncf.ModelType.TRANSFORMER)
+        save_model(quantized, path.with_suffix(".int8.xml"), compress_to_fp16=False)
 
 
 def worker(
     name: str, precision: str, model_name: str, folder: Path, options: argparse.Namespace, pipe: Connection
 ) -> None:
     """Encode inputs of a kind on request; send the seconds, and the first time the embeddings."""
+    use_cores(options.threads)
     model = clipkit.create(model_name, seed=0).eval()
-    encode = MAKERS[name](name, precision, model, Inputs.of(model_name, options), folder)
+    encode = MAKERS[name](precision, model, Inputs.of(model_name, options), folder)
     del model  # peers have a copy
     for kind in KINDS:
         pipe.send(encode(kind).float())
     for kind in iter(pipe.recv, None):
-        began = time.perf_counter()
+        began = read_clock()
         encode(kind)
-        pipe.send(time.perf_counter() - began)
+        pipe.send(read_clock() - began)
 
 
-def gemm_rate() -> float:
-    """Measure FLOP/s of fp32 products with reordered weights, one product on each core."""
-    layer, x = nn.Linear(768, 3072), torch.randn(1600, 768)
-    weights = PackedWeights(layer)
+def read_clock() -> float:
+    """Return seconds: of CPU time with one thread, which other programs hardly affect, otherwise by the clock."""
+    return time.process_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
-    def work(_: int) -> None:
-        with torch.inference_mode(), weights.activate():
-            layer(x)
 
-    times, threads = [], torch.get_num_threads()
-    with open_core_pool(threads) as pool:
-        for _ in range(7):
-            began = time.perf_counter()
-            list(pool.map(work, range(4 * threads)))
-            times.append(time.perf_counter() - began)
-    return 4 * threads * 2 * 1600 * 768 * 3072 / statistics.median(times)
+def use_cores(count: int) -> None:
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:count])
+    torch.set_num_threads(count)
+
+
+class _Products(TorchFunctionMode):
+    """Records the inputs' shapes and the weights of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[tuple[int, Tensor]] = []
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is F.linear:
+            x, weight, *_ = args
+            self.products.append((x.numel() // x.shape[-1], weight.detach()))
+        return function(*args, **(kwargs or {}))
+
+
+class Bound:
+    """The products of the linear layers of a model's encoders, without anything else."""
+
+    def __init__(self, model: clipkit.CLIP, inputs: Inputs) -> None:
+        self._products: dict[str, list[tuple[int, Tensor]]] = {}
+        prompts = inputs.prompts[: inputs.batch_size]
+        for kind in KINDS:
+            rows = 1 if kind.startswith("one") else inputs.batch_size
+            with _Products() as recorded, torch.inference_mode():
+                if "image" in kind:
+                    model.encode_image(inputs.images[:rows])
+                else:
+                    model.encode_text(model.tokenizer(prompts[:rows]))
+            self._products[kind] = recorded.products
+        weights = {id(weight): weight for products in self._products.values() for _, weight in products}
+        self._reordered = {
+            key: torch.ops.mkldnn._reorder_linear_weight(weight, None) for key, weight in weights.items()
+        }
+
+    def measure_rate(self, kind: str) -> float:
+        """Return FLOP/s, by the faster of both libraries."""
+        products = self._products[kind]
+        flops = sum(2 * rows * weight.numel() for rows, weight in products)
+        inputs = {(rows, weight.shape[1]): torch.randn(rows, weight.shape[1]) for rows, weight in products}
+        threads = torch.get_num_threads()
+
+        def compute(is_reordered: bool) -> None:
+            with torch.inference_mode():
+                for rows, weight in products:
+                    x = inputs[rows, weight.shape[1]]
+                    if is_reordered:
+                        reordered = self._reordered[id(weight)]
+                        torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
+                    else:
+                        F.linear(x, weight)
+
+        rates = []
+        for is_reordered in (False, True):
+            began = read_clock()
+            if kind.startswith("one"):
+                for _ in range(SINGLES):
+                    compute(is_reordered)
+                count = SINGLES
+            else:
+                with open_core_pool(threads) as pool:
+                    list(pool.map(compute, [is_reordered] * threads))
+                count = threads
+            rates.append(count * flops / (read_clock() - began))
+        return max(rates)
+
+
+def count_flops(model: clipkit.CLIP, inputs: Inputs) -> dict[str, int]:
+    """Return the FLOPs of one input of each kind, on average."""
+    lengths = [int(row.argmax()) + 1 for row in model.tokenizer(inputs.prompts)]
+    by_length = {length: text_flops(model, length).forward for length in {*lengths}}
+    counts = [by_length[length] for length in lengths]
+    image = image_flops(model).forward
+    singles = counts[:SINGLES]
+    return {
+        "images": image,
+        "prompts": sum(counts) // len(counts),
+        "one image": image,
+        "one prompt": sum(singles) // len(singles),
+    }
 
 
 def measure(model_name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run all contestants in turns; return the results of one model."""
+    use_cores(options.threads)
+    keep_memory()
     model, inputs = clipkit.create(model_name, seed=0).eval(), Inputs.of(model_name, options)
-    plain = own("", "fp32", model, inputs, Path())
-    reference = {kind: plain(kind) for kind in KINDS}
-    found, rates = {}, list[float]()
+    found: dict[str, Any] = {}
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    precisions = [precision for precision in PRECISIONS if precision in options.precisions]
     with tempfile.TemporaryDirectory() as scratch:
-        prepare(model, Path(scratch), only=options.only)
-        flops = image_flops(model).forward
-        del model, plain
-        for precision in PRECISIONS:  # all at once would need more memory
+        folder = options.work / model_name if options.work else Path(scratch) / model_name
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            prepare(model, inputs, folder, only=options.only, precisions=precisions)
+        if not options.rounds:
+            return {}
+        with torch.inference_mode():
+            parts = zip(batches(inputs.images, 8), batches(inputs.prompts, 8), strict=False)
+            images, prompts = zip(
+                *(
+                    (model.encode_image(part), model.encode_text(model.tokenizer(texts)))
+                    for part, texts in parts
+                ),
+                strict=True,
+            )
+        reference = {"image": torch.cat(images), "prompt": torch.cat(prompts)}
+        flops, bound = count_flops(model, inputs), Bound(model, inputs)
+        for precision in precisions:  # all at once would need more memory
             names = [name for name in options.only if precision in CONTESTANTS[name]]
-            found[precision] = rounds(names, precision, model_name, Path(scratch), options, reference, rates)
-    return summary(found, inputs, flops=flops, gemm=statistics.median(rates))
+            found[precision] = rounds(names, precision, model_name, folder, options, reference, bound, rates)
+    products = {kind: statistics.median(values) for kind, values in rates.items()}
+    return summary(found, inputs, flops=flops, products=products)
 
 
 def rounds(
@@ -299,32 +481,36 @@ def rounds(
     folder: Path,
     options: argparse.Namespace,
     reference: dict[str, Tensor],
-    rates: list[float],
+    bound: Bound,
+    rates: dict[str, list[float]],
 ) -> dict[str, Any]:
     """Run the contestants of one precision in turns, and add the measured rates of products to ``rates``."""
     spawn = multiprocessing.get_context("spawn")
-    pipes, workers, found = {}, [], {}
+    pipes, workers, found = {}, [], dict[str, Any]()
     for name in names:
         pipes[name], there = spawn.Pipe()
         given = (name, precision, model_name, folder, options, there)
         workers.append(spawn.Process(target=worker, args=given, daemon=True))
         workers[-1].start()
         there.close()
-        rows = {kind: pipes[name].recv() for kind in KINDS}
-        found[name] = {
-            kind: {
-                "largest_difference": float((rows[kind] - reference[kind]).abs().max()),
-                "lowest_cosine": float((rows[kind] * reference[kind]).sum(-1).min()),
-                "seconds": list[float](),
+    for name in names:
+        found[name] = {kind: {"seconds": list[float]()} for kind in KINDS}
+        for kind in KINDS:
+            rows = pipes[name].recv()
+            expected = reference[kind.removeprefix("one ").removesuffix("s")]
+            count = min(len(rows), len(expected))
+            cosines = (rows[:count] * expected[:count]).sum(-1)
+            found[name][kind] |= {
+                "largest_difference": float((rows[:count] - expected[:count]).abs().max()),
+                "lowest_cosine": float(cosines.min()),
+                "mean_cosine": float(cosines.mean()),
             }
-            for kind in KINDS
-        }
     for turn in range(options.rounds):
-        rates.append(gemm_rate())
-        for name in sorted(pipes, reverse=bool(turn % 2)):
-            for kind in KINDS:
+        for kind in KINDS:
+            rates[kind].append(bound.measure_rate(kind))
+            for name in sorted(pipes, reverse=bool(turn % 2)):
                 pipes[name].send(kind)
-                found[name][kind]["seconds"].append(pipes[name].recv())  # type: ignore[attr-defined]
+                found[name][kind]["seconds"].append(pipes[name].recv())
         where = f"{model_name} {precision}: round {turn + 1} of {options.rounds}"
         print(f"{where}, load {os.getloadavg()[0]:.1f}", flush=True)
     for name, process in zip(pipes, workers, strict=True):
@@ -333,30 +519,30 @@ def rounds(
     return found
 
 
-def summary(found: dict[str, Any], inputs: Inputs, *, flops: float, gemm: float) -> dict[str, Any]:
+def summary(
+    found: dict[str, Any], inputs: Inputs, *, flops: dict[str, int], products: dict[str, float]
+) -> dict[str, Any]:
     """Add rates, and ratios of clipkit to the others by round."""
     counts = {"images": len(inputs.images), "prompts": len(inputs.prompts)}
-    for rows in found.values():
-        for one in rows.values():
+    best: dict[str, dict[str, float]] = {}
+    for precision, rows in found.items():
+        ours = OWN if precision in CONTESTANTS[OWN] else EXPORT
+        for name, row in rows.items():
             for kind in KINDS:
-                one[kind]["per_second"] = counts[kind] / statistics.median(one[kind]["seconds"])
-            pairs = zip(*(one[kind]["seconds"] for kind in KINDS), strict=True)
-            one["zero_shot_seconds"] = statistics.median(map(sum, pairs))
-            one["images"]["fraction_of_gemm"] = one["images"]["per_second"] * flops / gemm
-        for name, one in rows.items():
-            if OWN in rows and name != OWN:
-                ratios = {kind: ratio(rows[OWN][kind], one[kind]) for kind in KINDS}
-                one["clipkit_faster"] = {kind: statistics.median(values) for kind, values in ratios.items()}
-                one["clipkit_faster_by_round"] = ratios
-    others = [
-        one["clipkit_faster"]["images"]
-        for name, one in found["fp32"].items()
-        if name in PEERS and OWN in found["fp32"]
-    ]
+                row[kind]["per_second"] = counts.get(kind, SINGLES) / statistics.median(row[kind]["seconds"])
+                rate = row[kind]["per_second"] * flops[kind]
+                row[kind]["fraction_of_products"] = rate / products[kind]
+                if ours in rows and name != ours:
+                    ratios = ratio(rows[ours][kind], row[kind])
+                    row[kind]["clipkit_faster"] = statistics.median(ratios)
+                    row[kind]["clipkit_faster_by_round"] = ratios
+        others = [row for name, row in rows.items() if name not in (OWN, EXPORT) and ours in rows]
+        if others:
+            best[precision] = {kind: min(row[kind]["clipkit_faster"] for row in others) for kind in KINDS}
     return {
-        "gemm_gflops": gemm / 1e9,
-        "image_gflops": flops / 1e9,
-        "ratio_to_best_of_others": min(others) if others else None,
+        "products_gflops": {kind: rate / 1e9 for kind, rate in products.items()},
+        "gflops": {kind: count / 1e9 for kind, count in flops.items()},
+        "ratio_to_best_of_others": best,
         "by_precision": found,
     }
 
@@ -367,24 +553,27 @@ def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
 
 def report(model: str, found: dict[str, Any]) -> None:
     """Print a table of one model."""
-    print(f"{model}: a product with reordered weights {found['gemm_gflops']:.0f} GFLOP/s")
+    rates = ", ".join(f"{kind} {rate:.0f}" for kind, rate in found["products_gflops"].items())
+    print(f"{model}: GFLOP/s of the products alone: {rates}")
     for precision, rows in found["by_precision"].items():
         for name, row in rows.items():
-            faster = row.get("clipkit_faster")
-            compared = (
-                f", clipkit {faster['images']:.2f} and {faster['prompts']:.2f} times as fast"
-                if faster
-                else ""
-            )
-            print(
-                f"  {precision} {name}: {row['images']['per_second']:.2f} images/s "
-                f"(difference {row['images']['largest_difference']:.1e}), "
-                f"{row['prompts']['per_second']:.1f} prompts/s{compared}"
-            )
-    if found["ratio_to_best_of_others"]:
-        print(
-            f"  fp32 images: {found['ratio_to_best_of_others']:.2f} times as fast as the best of {', '.join(PEERS)}"
-        )
+            print(f"  {precision} {name}")
+            for kind in KINDS:
+                values = row[kind]
+                line = f"{values['per_second']:.2f}/s, {values['fraction_of_products']:.2f} of products alone"
+                if "clipkit_faster" in values:
+                    ratios = values["clipkit_faster_by_round"]
+                    low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+                    line += f", clipkit {middle:.2f} ({low:.2f} to {high:.2f}) times as fast"
+                cosines = f"cosine {values['mean_cosine']:.6f}, lowest {values['lowest_cosine']:.6f}"
+                print(f"    {kind}: {line}, {cosines}")
+
+
+def find_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def main() -> None:
@@ -392,25 +581,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["ViT-B-32", "ViT-B-16"])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=PRECISIONS)
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--work", type=Path, help="folder in which exports are kept, for further runs")
     parser.add_argument("--only", nargs="+", default=[*CONTESTANTS], choices=CONTESTANTS, metavar="NAME")
     parser.add_argument("--out", type=Path, default=RESULTS / "inference.json")
     options = parser.parse_args()
-    packages = ("torch", "open_clip_torch", "transformers", "onnxruntime")
-    result: dict[str, Any] = {
-        **{name: getattr(options, name) for name in ("images", "prompts", "batch_size", "rounds")},
-        "threads": torch.get_num_threads(),
-        "machine": platform.processor() or platform.machine(),
-        "versions": {name: version(name) for name in packages},
-        "models": {},
+    packages = ("torch", "open_clip_torch", "transformers", "onnxruntime", "openvino", "nncf")
+    run = {name: getattr(options, name) for name in ("threads", "images", "prompts", "batch_size", "rounds")}
+    run |= {
+        "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "versions": {name: find_version(name) for name in packages},
     }
+    result: dict[str, Any] = json.loads(options.out.read_text()) if options.out.exists() else {"models": {}}
     for model in options.models:
-        result["models"][model] = measure(model, options)
+        found = measure(model, options)
+        if not found:  # 0 rounds: only exports were written
+            continue
+        precisions = "+".join(found["by_precision"])
+        name = f"{model}, {options.threads} threads, {precisions}"
+        result["models"][name] = run | found
         options.out.write_text(json.dumps(result, indent=2) + "\n")
-        report(model, result["models"][model])
+        report(name, found)
 
 
 if __name__ == "__main__":

@@ -184,6 +184,8 @@ def write_model_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -
                 folder / name,
                 op_types_to_quantize=list(_QUANTIZED),
                 per_channel=True,
+                # weights of 7 bits, because sums of products of 8 bits saturate on CPUs without VNNI
+                reduce_range=True,
                 weight_type=QuantType.QInt8,
                 use_external_data_format=outside,
             )

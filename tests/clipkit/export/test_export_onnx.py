@@ -132,11 +132,10 @@ def test_int8_export(paths: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
     save_model(model, source)
     assert dispatch(["export", str(source), str(out), "--to", "onnx", "--quantize", "int8"]) == 0
     _, checked, compared, _ = capsys.readouterr().out.splitlines()
-    # 0.986 on CPUs without VNNI, whose int8 products saturate
     cosine = float(
         re.findall(r"cosine similarity of embeddings to clipkit's is at least (0\.\d+)", checked)[0]
     )
-    assert cosine > 0.98
+    assert cosine > 0.995
     found = re.findall(r"(\w+)\.onnx ([\d.]+) → ([\d.]+) MB, ([\d.]+) → ([\d.]+) ms for 8", compared)
     assert [name for name, *_ in found] == ["visual", "textual"]
     for name, before, after, *_ in found:
