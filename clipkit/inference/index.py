@@ -91,10 +91,10 @@ class ApproximateIndex:
         """
         self._faiss.omp_set_num_threads(1)  # of this thread
         keys = self.engine.search(_QUERY_NORM * query[None], count)[1][0]
-        keys = keys[keys >= 0]
-        numbers = keys >> _ROW_BITS
-        rows = keys & (2**_ROW_BITS - 1)
-        return {int(file_number): np.sort(rows[numbers == file_number]) for file_number in np.unique(numbers)}
+        keys = np.sort(keys[keys >= 0])
+        numbers, starts = np.unique(keys >> _ROW_BITS, return_index=True)
+        rows = np.split(keys & (2**_ROW_BITS - 1), starts[1:])
+        return dict(zip(numbers.tolist(), rows, strict=False))  # without keys, rows are one empty array
 
 
 def write_index(

@@ -14,6 +14,7 @@ import hashlib
 import io
 import json
 import math
+import mmap
 import os
 import re
 import sys
@@ -109,6 +110,7 @@ class _Part:
     digits: str  # change with the files
     path: Path
     rows: npt.NDArray[Any]  # (N, O), as they are stored
+    memory: mmap.mmap  # of the rows
     storage: Storage
     table: Path
     columns: Sequence[str]  # of the table
@@ -159,12 +161,18 @@ class _Part:
 
     def screened(self, query: Tensor, half: Tensor) -> Tensor:
         """Return the similarities with all rows, (N,), in float16 for rows in float16, otherwise in float32."""
+        self.expect_reads(in_order=True)
         if self.rows.dtype == np.float16:
             return torch.from_numpy(self.rows) @ half
         scores = torch.empty(len(self.rows))
         for block, numbers in self._blocks():
             torch.mv(torch.from_numpy(numbers), query, out=scores[block])
         return scores if self.storage.unit else scores.div_(torch.from_numpy(self.norms))
+
+    def expect_reads(self, *, in_order: bool) -> None:
+        """Tell the system whether to read ahead when rows are not in memory."""
+        if hasattr(self.memory, "madvise"):  # not on Windows
+            self.memory.madvise(mmap.MADV_NORMAL if in_order else mmap.MADV_RANDOM)
 
     def floats(self, rows: npt.NDArray[np.int64]) -> Tensor:
         """Return rows in float32, (len(rows), O), unit norm up to rounding."""
@@ -400,12 +408,15 @@ class Embeddings:
             for part_index, part in enumerate(parts)
             if index.covers.get(part.number) == part.stamp
         }
-        near = index.near(query.numpy(), max(_LEAST_CANDIDATES, _CANDIDATES * k)) if covered else {}
+        # of 10,000,000 rows, more are nearly as near as the k nearest
+        count = max(_LEAST_CANDIDATES, index.lists.nlist, _CANDIDATES * k)
+        near = index.near(query.numpy(), count) if covered else {}
         candidates = list[tuple[int, int]]()
         vectors = [torch.empty(0, len(query))]
         for file_number, rows in near.items():
             if file_number in covered:
                 part_index = covered[file_number]
+                parts[part_index].expect_reads(in_order=False)
                 vectors.append(parts[part_index].floats(rows))
                 candidates += [(part_index, row) for row in rows.tolist()]
         if len(candidates) < min(k, sum(len(parts[part_index].rows) for part_index in covered.values())):
@@ -553,7 +564,8 @@ def _open_part(
     """
     try:
         # never written; a plain array, since selecting rows of a memmap takes longer
-        array = np.lib.format.open_memmap(rows, mode="c").view(np.ndarray)
+        mapped: Any = np.lib.format.open_memmap(rows, mode="c")
+        array = mapped.view(np.ndarray)
         metadata = pyarrow.parquet.read_metadata(table)
         columns = metadata.schema.to_arrow_schema().names
         storage = storage_of(array)
@@ -568,6 +580,7 @@ def _open_part(
         digits=digits,
         path=rows,
         rows=array,
+        memory=mapped._mmap,
         storage=storage,
         table=table,
         columns=columns,
