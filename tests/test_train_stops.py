@@ -49,7 +49,9 @@ class Launched:
             "--nproc-per-node",
             str(world),
         ]
-        settings = trainings.settings(out, ("data.workers=1", "checkpoint.every_steps=10", *more))
+        # programs that are not forked know only clipkit's architectures
+        own = ("model.name=ViT-Ti-4-16", "data.workers=1", "checkpoint.every_steps=10")
+        settings = trainings.settings(out, (*own, *more))
         self.out, self.log = out, out.with_name(f"{out.name}.log")
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment["CLIPKIT_CACHE"] = str(trainings.pairs.parent / "cache")
