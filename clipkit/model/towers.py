@@ -231,9 +231,9 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     That is slower on two cores of a CPU than on one if each row has few tokens. Compiled blocks use it, because a
     number of tokens that decides means several graphs.
     """
-    on_cores = k.device.type == "cpu" and torch.get_num_threads() > 1
-    few = k.dtype == torch.float32 and tokens <= FEW_TOKENS
-    return on_cores and few and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or k.device.type != "cpu":
+        return False
+    return tokens <= FEW_TOKENS and k.dtype == torch.float32 and torch.get_num_threads() > 1
 
 
 def _attend_padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:

@@ -13,7 +13,7 @@ from clipkit.model.architectures import ARCHITECTURES, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.names import create_architecture
 
-OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16"}
+OWN = {"ViT-Ti-8-48", "ViT-Ti-4-16", "ViT-test"}  # the last is of the tests
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES.keys() - OWN))
