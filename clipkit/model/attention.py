@@ -90,12 +90,7 @@ def watch_attention(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) ->
     ) -> Tensor:
         if running is None or threading.get_ident() != thread or is_causal or dropout_p or enable_gqa:
             return plain(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        logits = q @ k.transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            logits = logits.masked_fill(~attn_mask, -math.inf)
-        elif attn_mask is not None:
-            logits = logits + attn_mask
-        weights = logits.softmax(dim=-1)
+        weights = towers.attention_weights(q, k, mask=attn_mask, scale=scale)
         replacement = use(running, weights)
         return (weights if replacement is None else replacement) @ v
 
@@ -107,7 +102,7 @@ def watch_attention(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) ->
         after.callback(torch.backends.mha.set_fastpath_enabled, fast)
         setattr(F, "scaled_dot_product_attention", attend)  # noqa: B010
         after.callback(setattr, towers, "FEW_TOKENS", towers.FEW_TOKENS)
-        towers.FEW_TOKENS = 0  # towers of clipkit call no other function
+        towers.FEW_TOKENS = 0  # so that clipkit's towers call torch's function too
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which calls no function
         for i, block in enumerate(blocks):
 

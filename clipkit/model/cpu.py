@@ -48,7 +48,7 @@ class PackedWeights:
 
     They have no effect on other devices, where gradients are computed, on weights that the forward pass computes,
     such as those with adapters, on few rows, and in models with ``nn.MultiheadAttention``, which has its own fast
-    path. Nor on CPUs whose best instructions are AVX2, see above.
+    path. They have none on CPUs with AVX2 and without AVX-512 either, see above.
     """
 
     def __init__(self, model: nn.Module) -> None:

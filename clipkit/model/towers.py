@@ -204,7 +204,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     return out
 
 
-FEW_TOKENS = 64
+FEW_TOKENS = 64  # of a row, up to which batched products are faster on several cores
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -216,20 +216,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causa
     """
     if not _is_faster_by_products(k, tokens=k.shape[-2]):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-    scores = (q * q.shape[-1] ** -0.5) @ k.mT
     if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf)
-    out: Tensor = scores.softmax(dim=-1) @ v
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
+    out: Tensor = attention_weights(q, k, mask=mask) @ v
     return out
+
+
+def attention_weights(
+    q: Tensor, k: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Return the weights with which queries (B, H, L, E) attend to keys (B, H, N, E): (B, H, L, N), of sum 1.
+
+    Args:
+        mask: broadcastable to (B, H, L, N): bool, the keys that are attended to, or numbers that are added.
+        scale: factor of the products, by default 1 / √E.
+    """
+    logits = (q * (q.shape[-1] ** -0.5 if scale is None else scale)) @ k.mT
+    if mask is not None and mask.dtype == torch.bool:
+        logits = logits.masked_fill(~mask, -math.inf)
+    elif mask is not None:
+        logits = logits + mask
+    return logits.softmax(dim=-1)
 
 
 def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     """Return whether batched products are faster than torch's attention.
 
-    That is slower on two cores of a CPU than on one if each row has few tokens. Compiled blocks use it, because a
-    number of tokens that decides means several graphs.
+    On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens. Compiled
+    blocks always use it: a decision by the number of tokens would compile several graphs.
     """
     if torch.compiler.is_compiling() or k.device.type != "cpu":
         return False
