@@ -1,18 +1,22 @@
 """Compare data selection with uniform sampling, by the samples that are trained and by FLOPs.
 
-    python -m bench.select emoji [--noise 0 0.2] [--fractions 1 0.5 0.2] [--lengths 1 0.5] [--seeds 0 1 2]
-                                 [--work runs/select] [--name NAME] [KEY=VALUE …]
+    python -m bench.select {emoji,flickr8k} [--noise 0 0.2] [--fractions 1 0.5 0.2] [--lengths 1 0.5]
+        [--seeds 0 1 2] [--work runs/select] [--name NAME] [--flickr8k FOLDER] [KEY=VALUE …]
 
 ``emoji`` trains configs/emoji.toml. With ``--heads IMAGE_WEIGHTS TEXT_FOLDER`` it trains projections of a locked
 EfficientNet-Lite0 (see ``python -m bench.emoji --lite0``) and a locked text encoder of transformers on stored
-features. Each step trains as many pairs as with uniform sampling (``select.fraction=1``), and reads 1 / fraction
-times as many. ``--lengths`` are multiples of the number of steps, each with a schedule of its length.
+features. ``flickr8k`` trains configs/finetune_heads.toml with one view and a pair for each caption. It needs
+``--heads``, and ``--flickr8k``, the folder of bench/flickr8k.py.
 
-The fraction ``--noise`` of the captions is exchanged with each other. The reference is a model of the same
-settings, trained on a half of the pairs before captions were exchanged (``data.fraction=0.5``, seed 100); its
-features are stored. ``--by`` selects the rule of selection. Figures of each run: the curve of zero-shot accuracy
-over trained samples, and the FLOPs of all steps, scoring included. Recorded runs are not repeated, so the
-comparison can be made piecewise; delete rows of the file to measure again.
+Each step trains as many pairs as with uniform sampling (``select.fraction=1``), and reads 1 / fraction times as
+many. ``--lengths`` are multiples of the number of steps, each with a schedule of its length. The fraction
+``--noise`` of the captions is exchanged with each other. The reference is a model of the same settings, trained on
+a half of the pairs before captions were exchanged (``data.fraction=0.5``, seed 100); its features are stored.
+``--by`` selects the rule of selection.
+
+Figures of each run: the curve of scores over trained samples (zero-shot accuracy on Fluent 3D, or the mean R@1 of
+both directions on Flickr8k's test images), CPU time, and the FLOPs of all steps, scoring included. Recorded runs
+are not repeated, so the comparison can be made piecewise; delete rows of the file to measure again.
 """
 
 import argparse
@@ -21,33 +25,49 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
 from statistics import mean, stdev
 from typing import Any
 
 from bench.dirty_pairs import write_pairs
+from bench.flickr8k import write_tables
 from clipkit.config import Config, load_config
 from clipkit.training.costs import measure_workload, step_flops, workloads_of
 
 ROOT = Path(__file__).parents[1]
 RESULT = Path(__file__).parent / "results" / "select.json"
-CONFIG = "configs/emoji.toml"
+CONFIGS = {"emoji": "configs/emoji.toml", "flickr8k": "configs/finetune_heads.toml"}
+METRICS = {"emoji": "acc1", "flickr8k": "mean_R@1"}
 HEADS = (
     "model.name=ViT-B-32", "model.image=timm:tf_efficientnet_lite0", "model.image_size=96",
     'model.image_options={"projection": "mlp", "dropout": 0.3}', "model.context_length=0", "lock.image=backbone",
     "lock.text=backbone", "lock.store=true", "data.crop_scale=1", "data.color_jitter=0", "data.grayscale=0",
     "optim.name=adamw", "optim.lr=1e-3", "optim.weight_decay=0.1",
 )  # fmt: skip
+# batches of 128 pairs have a lower rate than the recipe, see bench/optimizers.py
+FLICKR8K = (
+    "data.captions=[]", "data.caption_choice=first", "lock.views=1", "batch_size=128", "steps=940", "optim.lr=3e-4",
+    "optim.warmup=47", "checkpoint.best=", "eval.patience=0",
+)  # fmt: skip
 
 
-def run_program(*command: str) -> None:
-    """Run a Python program of this repository."""
+def run_program(*command: str) -> float:
+    """Run a Python program of this repository, and return its CPU time in seconds."""
+    before = getrusage(RUSAGE_CHILDREN)
     ended = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
     if ended.returncode:
         sys.exit(ended.stderr[-2000:])
+    used = getrusage(RUSAGE_CHILDREN)
+    return round(used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime, 1)
 
 
 def count_flops(config: Config) -> int:
-    """Return the FLOPs of all steps; 0 if they cannot be measured."""
+    """Return the FLOPs of all steps; 0 if they cannot be measured.
+
+    With stored features, those of the projections that score pairs are not counted, so there is no total either.
+    """
+    if config.lock.store:
+        return 0
     total = 0
     for work in workloads_of(config, world=1, shard_ranks=1, bf16=False):
         costs = measure_workload(work)
@@ -57,17 +77,17 @@ def count_flops(config: Config) -> int:
     return total
 
 
-def read_curve(out: Path, pairs: int) -> list[tuple[int, float]]:
-    """Return the zero-shot accuracy on emoji by the number of trained samples."""
+def read_curve(out: Path, pairs: int, metric: str) -> list[tuple[int, float]]:
+    """Return the values of a metric by the number of trained samples."""
     curve = {}
     for line in (out / "results.jsonl").read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if row["metric"] == "acc1" and row["dataset"] == "emoji":
+        if row["metric"] == metric and not row["setting"]:
             curve[row["step"] * pairs] = row["value"]
     return sorted(curve.items())
 
 
-def make_reference(work: Path, settings: list[str]) -> list[str]:
+def make_reference(work: Path, config: str, settings: list[str]) -> list[str]:
     """Train the reference on clean pairs, store its features of all pairs, and return settings for selection.
 
     Features are found by content, so they are right for exchanged captions too.
@@ -76,7 +96,7 @@ def make_reference(work: Path, settings: list[str]) -> list[str]:
     clean = f"{work}/pairs-0"
     if not (out / "report.html").exists():
         half = (f"data.train={clean}", "data.fraction=0.5", "seed=100", "eval.every_steps=0", f"out={out}")
-        run_program("train.py", CONFIG, *settings, *half)
+        run_program("train.py", config, *settings, *half)
     images, texts = work / "images", work / "texts"
     for folder, kind in ((images, ()), (texts, ("--text",))):
         if not folder.exists():
@@ -97,7 +117,7 @@ def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
         spread = stdev(finals) if len(finals) > 1 else 0.0
         first = same[0]
         summary[key] = {
-            "acc1": mean(finals),
+            "score": mean(finals),
             "seed_noise": spread,
             "seeds": len(finals),
             "samples_trained": first["curve"][-1][0],
@@ -110,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", choices=["emoji"])
+    parser.add_argument("source", choices=[*CONFIGS])
     parser.add_argument("--noise", nargs="+", default=["0", "0.2"], help="fractions of exchanged captions")
     parser.add_argument("--fractions", type=float, nargs="+", default=[1.0, 0.5, 0.2])
     parser.add_argument("--lengths", type=float, nargs="+", default=[1.0, 0.5])
@@ -118,26 +138,33 @@ def main() -> None:
     parser.add_argument("--by", nargs="+", default=["learnability"], help="rules of select.by")
     parser.add_argument("--heads", nargs=2, default=[], metavar=("IMAGE_WEIGHTS", "TEXT_FOLDER"))
     parser.add_argument("--work", type=Path, default=Path("runs/select"))
-    parser.add_argument("--name", default="emoji", help="name of these settings in the results")
+    parser.add_argument("--flickr8k", type=Path, metavar="FOLDER")
+    parser.add_argument("--name", help="name of these settings in the results, by default the source's")
     arguments, settings = parser.parse_known_args()
+    name, config_file = arguments.name or arguments.source, CONFIGS[arguments.source]
     stated = [*settings]
     if arguments.heads:
-        stated = [*HEADS, *settings]  # without paths of weights
+        stated = [*(HEADS if arguments.source == "emoji" else FLICKR8K), *settings]  # without paths
         weights, folder = arguments.heads
         towers = [
             f"model.image_weights={weights}",
             f"model.text=transformers:{folder}",
             "model.text_weights=transformers",
         ]
-        settings = [*HEADS, *towers, *settings]
+        settings = [*stated, *towers]
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
+    source = "emoji"
+    if arguments.source == "flickr8k":
+        write_tables(arguments.flickr8k.resolve(), work)
+        source = str(work / "train.csv")
+        settings.append(f'eval.data=["{work / "test.csv"}"]')
     for noise in {"0", *arguments.noise}:
         if not (pairs := work / f"pairs-{noise}").exists():
-            write_pairs(arguments.source, pairs, 0, fraction=float(noise))
+            write_pairs(source, pairs, 0, fraction=float(noise))
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    rows = stored.get(arguments.name, {}).get("runs", [])
-    base = load_config(ROOT / CONFIG, settings)
+    rows = stored.get(name, {}).get("runs", [])
+    base = load_config(ROOT / config_file, settings)
     for seed in arguments.seeds:
         for noise in arguments.noise:
             for fraction in arguments.fractions:
@@ -164,14 +191,15 @@ def main() -> None:
                         if fraction < 1:
                             run_settings += [f"select.fraction={fraction}", f"select.by={by}"]
                         if fraction < 1 and by != "hard":
-                            run_settings += make_reference(work, settings)
+                            run_settings += make_reference(work, config_file, settings)
                         last = {setting.partition("=")[0]: setting for setting in run_settings}
                         out = work / f"run-{noise}-{by}-{fraction:g}-{length:g}-{seed}"
-                        run_program("train.py", CONFIG, *last.values(), f"out={out}")
-                        config = load_config(ROOT / CONFIG, [*last.values()])
-                        curve = read_curve(out, config.trained_pairs)
-                        rows.append({**key, "curve": curve, "flops": count_flops(config)})
-                        stored[arguments.name] = {
+                        seconds = run_program("train.py", config_file, *last.values(), f"out={out}")
+                        config = load_config(ROOT / config_file, [*last.values()])
+                        curve = read_curve(out, config.trained_pairs, METRICS[arguments.source])
+                        figures = {"curve": curve, "cpu_seconds": seconds, "flops": count_flops(config)}
+                        rows.append(key | figures)
+                        stored[name] = {
                             "settings": stated,
                             "runs": rows,
                             "summary": summarize(rows),
