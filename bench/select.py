@@ -5,8 +5,8 @@
 
 ``emoji`` trains configs/emoji.toml. With ``--heads IMAGE_WEIGHTS TEXT_FOLDER`` it trains projections of a locked
 EfficientNet-Lite0 (see ``python -m bench.emoji --lite0``) and a locked text encoder of transformers on stored
-features. ``flickr8k`` trains configs/finetune_heads.toml with one view and a pair for each caption. It needs
-``--heads``, and ``--flickr8k``, the folder of bench/flickr8k.py.
+features. ``flickr8k`` trains configs/finetune_heads.toml with one view. It needs ``--heads``, and ``--flickr8k``,
+the folder of bench/flickr8k.py.
 
 Each step trains as many pairs as with uniform sampling (``select.fraction=1``), and reads 1 / fraction times as
 many. ``--lengths`` are multiples of the number of steps, each with a schedule of its length. The fraction
@@ -29,6 +29,10 @@ from resource import RUSAGE_CHILDREN, getrusage
 from statistics import mean, stdev
 from typing import Any
 
+import numpy as np
+import pyarrow
+import pyarrow.csv
+
 from bench.dirty_pairs import write_pairs
 from bench.flickr8k import write_tables
 from clipkit.config import Config, load_config
@@ -46,9 +50,18 @@ HEADS = (
 )  # fmt: skip
 # batches of 128 pairs have a lower rate than the recipe, see bench/optimizers.py
 FLICKR8K = (
-    "data.captions=[]", "data.caption_choice=first", "lock.views=1", "batch_size=128", "steps=940", "optim.lr=3e-4",
-    "optim.warmup=47", "checkpoint.best=", "eval.patience=0",
+    "lock.views=1", "batch_size=128", "steps=940", "optim.lr=3e-4", "optim.warmup=47", "checkpoint.best=",
+    "eval.patience=0",
 )  # fmt: skip
+
+
+def exchange_captions(table: Path, out: Path, fraction: float) -> None:
+    """Write a table of images and captions with a fraction of the captions exchanged."""
+    rows = pyarrow.csv.read_csv(table)
+    captions = rows["caption"].to_numpy(zero_copy_only=False)
+    chosen = np.random.default_rng(0).choice(len(captions), round(fraction * len(captions)), replace=False)
+    captions[chosen] = captions[np.roll(chosen, 1)]
+    pyarrow.csv.write_csv(pyarrow.table({"image": rows["image"], "caption": captions}), out)
 
 
 def run_program(*command: str) -> float:
@@ -87,13 +100,12 @@ def read_curve(out: Path, pairs: int, metric: str) -> list[tuple[int, float]]:
     return sorted(curve.items())
 
 
-def make_reference(work: Path, config: str, settings: list[str]) -> list[str]:
+def make_reference(work: Path, clean: Path, config: str, settings: list[str]) -> list[str]:
     """Train the reference on clean pairs, store its features of all pairs, and return settings for selection.
 
     Features are found by content, so they are right for exchanged captions too.
     """
     out = work / "reference"
-    clean = f"{work}/pairs-0"
     if not (out / "report.html").exists():
         half = (f"data.train={clean}", "data.fraction=0.5", "seed=100", "eval.every_steps=0", f"out={out}")
         run_program("train.py", config, *settings, *half)
@@ -101,7 +113,7 @@ def make_reference(work: Path, config: str, settings: list[str]) -> list[str]:
     for folder, kind in ((images, ()), (texts, ("--text",))):
         if not folder.exists():
             options = ("--model", str(out), "--out", str(folder), "--quiet")
-            run_program("-m", "clipkit", "encode", clean, *kind, *options)
+            run_program("-m", "clipkit", "encode", str(clean), *kind, *options)
     return [f"select.features={images}", f"select.text_features={texts}"]
 
 
@@ -154,14 +166,18 @@ def main() -> None:
         settings = [*stated, *towers]
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
-    source = "emoji"
+    pairs = {noise: work / f"pairs-{noise}" for noise in {"0", *arguments.noise}}
     if arguments.source == "flickr8k":
         write_tables(arguments.flickr8k.resolve(), work)
-        source = str(work / "train.csv")
         settings.append(f'eval.data=["{work / "test.csv"}"]')
-    for noise in {"0", *arguments.noise}:
-        if not (pairs := work / f"pairs-{noise}").exists():
-            write_pairs(source, pairs, 0, fraction=float(noise))
+        pairs = {noise: Path(f"{path}.csv") for noise, path in pairs.items()}
+    for noise, path in pairs.items():
+        if path.exists():
+            continue
+        if arguments.source == "flickr8k":
+            exchange_captions(work / "train.csv", path, float(noise))
+        else:
+            write_pairs(arguments.source, path, 0, fraction=float(noise))
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     rows = stored.get(name, {}).get("runs", [])
     base = load_config(ROOT / config_file, settings)
@@ -182,7 +198,7 @@ def main() -> None:
                         steps = round(length * base.steps)
                         run_settings = [
                             *settings,
-                            f"data.train={work}/pairs-{noise}",
+                            f"data.train={pairs[noise]}",
                             f"seed={seed}",
                             f"steps={steps}",
                             f"eval.every_steps={max(1, steps // 5)}",
@@ -191,7 +207,7 @@ def main() -> None:
                         if fraction < 1:
                             run_settings += [f"select.fraction={fraction}", f"select.by={by}"]
                         if fraction < 1 and by != "hard":
-                            run_settings += make_reference(work, config_file, settings)
+                            run_settings += make_reference(work, pairs["0"], config_file, settings)
                         last = {setting.partition("=")[0]: setting for setting in run_settings}
                         out = work / f"run-{noise}-{by}-{fraction:g}-{length:g}-{seed}"
                         seconds = run_program("train.py", config_file, *last.values(), f"out={out}")
