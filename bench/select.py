@@ -5,7 +5,7 @@
 
 ``emoji`` trains configs/emoji.toml. With ``--heads IMAGE_WEIGHTS TEXT_FOLDER`` it trains projections of a locked
 EfficientNet-Lite0 (see ``python -m bench.emoji --lite0``) and a locked text encoder of transformers on stored
-features. ``flickr8k`` trains configs/finetune_heads.toml with one view. It needs ``--heads``, and ``--flickr8k``,
+features. ``flickr8k`` trains configs/finetune_heads.toml without flips. It needs ``--heads``, and ``--flickr8k``,
 the folder of bench/flickr8k.py.
 
 Each step trains as many pairs as with uniform sampling (``select.fraction=1``), and reads 1 / fraction times as
@@ -50,8 +50,8 @@ HEADS = (
 )  # fmt: skip
 # batches of 128 pairs have a lower rate than the recipe, see bench/optimizers.py
 FLICKR8K = (
-    "lock.views=1", "batch_size=128", "steps=940", "optim.lr=3e-4", "optim.warmup=47", "checkpoint.best=",
-    "eval.patience=0",
+    "lock.views=1", "data.flip=0", "batch_size=128", "steps=940", "optim.lr=3e-4", "optim.warmup=47",
+    "checkpoint.best=", "eval.patience=0",
 )  # fmt: skip
 
 
