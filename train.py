@@ -249,7 +249,7 @@ def open_loader(config: Config, model: CLIP, data: RunData, device: torch.device
         decode_later=config.data.nvjpeg,
         stages=small_stages(config.small, image_size=size, context_length=length),
         patches=model.architecture.vision.budget,
-        teacher=training_data.teacher_features(config.teacher, data.shards, rank0=rank == 0),
+        teacher=training_data.teacher_features(config.distill, data.shards, rank0=rank == 0),
         text_dropout=config.data.text_dropout,
         lists_words=any(term.reads_words for term in select_terms(config).values()),
     )
@@ -310,7 +310,7 @@ def resume(
     if state.data != fresh.data:
         raise training_data.other_data(run, f"fingerprint {fresh.data}, it was {state.data}")
     if state.teacher not in ("", fresh.teacher):
-        raise training_data.other_teacher(run, config.teacher)
+        raise training_data.other_teacher(run, config.distill)
     return replace(state, teacher=fresh.teacher)
 
 

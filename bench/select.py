@@ -12,7 +12,6 @@ Each step trains as many pairs as with uniform sampling (``select.fraction=1``),
 many. ``--lengths`` are multiples of the number of steps, each with a schedule of its length. The fraction
 ``--noise`` of the captions is exchanged with each other. The reference is a model of the same settings, trained on
 a half of the pairs before captions were exchanged (``data.fraction=0.5``, seed 100); its features are stored.
-``--by`` selects the rule of selection.
 
 Figures of each run: the curve of scores over trained samples (zero-shot accuracy on Fluent 3D, or the mean R@1 of
 both directions on Flickr8k's test images), CPU time, and the FLOPs of all steps, scoring included. Recorded runs
@@ -114,7 +113,7 @@ def make_reference(work: Path, clean: Path, config: str, settings: list[str]) ->
         if not folder.exists():
             options = ("--model", str(out), "--out", str(folder), "--quiet")
             run_program("-m", "clipkit", "encode", str(clean), *kind, *options)
-    return [f"select.features={images}", f"select.text_features={texts}"]
+    return [f"distill.features={images}", f"distill.text_features={texts}", "distill.weight=0"]
 
 
 def summarize(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -147,7 +146,6 @@ def main() -> None:
     parser.add_argument("--fractions", type=float, nargs="+", default=[1.0, 0.5, 0.2])
     parser.add_argument("--lengths", type=float, nargs="+", default=[1.0, 0.5])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--by", nargs="+", default=["learnability"], help="rules of select.by")
     parser.add_argument("--heads", nargs=2, default=[], metavar=("IMAGE_WEIGHTS", "TEXT_FOLDER"))
     parser.add_argument("--work", type=Path, default=Path("runs/select"))
     parser.add_argument("--flickr8k", type=Path, metavar="FOLDER")
@@ -184,44 +182,43 @@ def main() -> None:
     for seed in arguments.seeds:
         for noise in arguments.noise:
             for fraction in arguments.fractions:
-                for by in arguments.by if fraction < 1 else ["uniform"]:
-                    for length in arguments.lengths:
-                        key = {
-                            "noise": float(noise),
-                            "by": by,
-                            "fraction": fraction,
-                            "length": length,
-                            "seed": seed,
-                        }
-                        if any(key.items() <= row.items() for row in rows):
-                            continue
-                        steps = round(length * base.steps)
-                        run_settings = [
-                            *settings,
-                            f"data.train={pairs[noise]}",
-                            f"seed={seed}",
-                            f"steps={steps}",
-                            f"eval.every_steps={max(1, steps // 5)}",
-                            f"batch_size={round(base.batch_size / fraction)}",
-                        ]
-                        if fraction < 1:
-                            run_settings += [f"select.fraction={fraction}", f"select.by={by}"]
-                        if fraction < 1 and by != "hard":
-                            run_settings += make_reference(work, pairs["0"], config_file, settings)
-                        last = {setting.partition("=")[0]: setting for setting in run_settings}
-                        out = work / f"run-{noise}-{by}-{fraction:g}-{length:g}-{seed}"
-                        seconds = run_program("train.py", config_file, *last.values(), f"out={out}")
-                        config = load_config(ROOT / config_file, [*last.values()])
-                        curve = read_curve(out, config.trained_pairs, METRICS[arguments.source])
-                        figures = {"curve": curve, "cpu_seconds": seconds, "flops": count_flops(config)}
-                        rows.append(key | figures)
-                        stored[name] = {
-                            "settings": stated,
-                            "runs": rows,
-                            "summary": summarize(rows),
-                        }
-                        RESULT.write_text(json.dumps(stored, indent=1) + "\n")
-                        print(key, f"{curve[-1][1]:.1%}", flush=True)
+                by = "learnability" if fraction < 1 else "uniform"
+                for length in arguments.lengths:
+                    key = {
+                        "noise": float(noise),
+                        "by": by,
+                        "fraction": fraction,
+                        "length": length,
+                        "seed": seed,
+                    }
+                    if any(key.items() <= row.items() for row in rows):
+                        continue
+                    steps = round(length * base.steps)
+                    run_settings = [
+                        *settings,
+                        f"data.train={pairs[noise]}",
+                        f"seed={seed}",
+                        f"steps={steps}",
+                        f"eval.every_steps={max(1, steps // 5)}",
+                        f"batch_size={round(base.batch_size / fraction)}",
+                    ]
+                    if fraction < 1:
+                        run_settings.append(f"select.fraction={fraction}")
+                        run_settings += make_reference(work, pairs["0"], config_file, settings)
+                    last = {setting.partition("=")[0]: setting for setting in run_settings}
+                    out = work / f"run-{noise}-{by}-{fraction:g}-{length:g}-{seed}"
+                    seconds = run_program("train.py", config_file, *last.values(), f"out={out}")
+                    config = load_config(ROOT / config_file, [*last.values()])
+                    curve = read_curve(out, config.trained_pairs, METRICS[arguments.source])
+                    figures = {"curve": curve, "cpu_seconds": seconds, "flops": count_flops(config)}
+                    rows.append(key | figures)
+                    stored[name] = {
+                        "settings": stated,
+                        "runs": rows,
+                        "summary": summarize(rows),
+                    }
+                    RESULT.write_text(json.dumps(stored, indent=1) + "\n")
+                    print(key, f"{curve[-1][1]:.1%}", flush=True)
 
 
 if __name__ == "__main__":

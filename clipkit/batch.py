@@ -77,7 +77,6 @@ class Batch:
         teacher: stored features of the samples, None without a teacher.
         learnability: (2,) means of all pairs that were read and of those chosen, which this batch has; None without
             data selection.
-        scored_lengths: with data selection, ``lengths`` of all pairs that this rank has read.
         read_seconds: time to read the samples.
         make_seconds: time to make the batch, including reading.
     """
@@ -106,7 +105,6 @@ class Batch:
     weights: Tensor | None = None
     words: Tensor | None = None
     learnability: Tensor | None = None
-    scored_lengths: tuple[int, ...] = ()
     read_seconds: float = 0.0
     make_seconds: float = 0.0
 

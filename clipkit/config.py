@@ -745,7 +745,6 @@ class DistillConfig(Section):
     """Distillation from a teacher's similarities within the batch, or from its classification of images."""
 
     section = "distill."
-    model_setting: ClassVar[str] = "distill.teacher"
     teacher: str = setting(
         "",
         "Teacher that encodes each batch during training: any source that clipkit.load accepts; or average, the "
@@ -770,8 +769,9 @@ class DistillConfig(Section):
     )
     weight: float = setting(
         0.5,
-        "Weight of the distillation loss; the objective has 1 minus this weight.",
-        above(0, at_most=1),
+        "Weight of the distillation loss; the objective has 1 minus this weight. 0 with select.fraction: the "
+        "teacher is only the reference of data selection.",
+        between(0, 1),
         needs="teacher or features",
     )
     temperature: float = setting(
@@ -799,9 +799,19 @@ class DistillConfig(Section):
         require(not self.is_average or self.weight < 1, "distill.weight", self.weight, alone)
 
     @property
-    def has_teacher(self) -> bool:
-        """Whether there is a teacher."""
-        return bool(self.teacher or self.features)
+    def teaches(self) -> bool:
+        """Whether there is a teacher whose distribution is learned."""
+        return bool(self.teacher or self.features) and self.weight > 0
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a teacher with weights of its own, which can be the reference of data selection."""
+        return bool(self.teacher or self.features) and not self.is_average
+
+    @property
+    def loads_teacher(self) -> bool:
+        """Whether a model is loaded that encodes each batch."""
+        return bool(self.teacher) and not self.is_average
 
     @property
     def is_average(self) -> bool:
@@ -814,53 +824,19 @@ class SelectConfig(Section):
     """Data selection: train on some pairs of each batch, those that are learnable (JEST).
 
     See Evans et al. 2024, https://arxiv.org/abs/2406.17711, and clipkit/training/selection.py. Each step reads
-    ``batch_size`` pairs, scores them without gradients, and trains ``select.fraction`` of them.
+    ``batch_size`` pairs, scores them without gradients, and trains ``select.fraction`` of them: pairs with a high
+    loss of the model and a low loss of the reference, which is the teacher of [distill], such as a model trained on
+    fewer and cleaner pairs.
     """
 
     section = "select."
-    model_setting: ClassVar[str] = "select.reference"
     fraction: float = setting(
         1.0,
         "Fraction of the batch_size pairs of a step that are trained; 1: all. To train on as many pairs as without "
         "selection, divide batch_size by it: each step then reads and scores more. Epochs and the metric samples "
-        "count the pairs that are read.",
+        "count the pairs that are read. Requires distill.teacher or distill.features; distill.weight=0 selects "
+        "without distilling.",
         above(0, at_most=1),
-    )
-    by: str = setting(
-        "learnability",
-        "What is chosen. learnability: pairs with a high loss of the model and a low loss of the reference. hard: "
-        "a high loss of the model, without a reference, which prefers wrong captions. easy: a low loss of the "
-        "reference, for which the model itself does not score.",
-        one_of("learnability", "hard", "easy"),
-        needs="fraction",
-    )
-    reference: str = setting(
-        "",
-        "The reference, such as a model trained on fewer and cleaner pairs: any source that clipkit.load accepts. "
-        "Empty with distill.teacher or distill.features: the teacher is the reference too (ACID).",
-        needs="fraction",
-    )
-    features: str = setting(
-        "",
-        "Alternatively, the folder with a reference's features of the training images, from `clipkit encode`.",
-        needs="fraction",
-    )
-    text_features: str = setting(
-        "",
-        "With select.features, the reference's features of the captions, from `clipkit encode --text`.",
-        needs="features",
-    )
-    scale: float = setting(
-        100.0,
-        "With select.features, the reference's exp(t), by which its similarities are multiplied.",
-        above(0, at_most=10_000),
-        needs="features",
-    )
-    chunks: int = setting(
-        16,
-        "Number of parts in which pairs are chosen; the pairs of each are compared with those chosen before.",
-        between(1, 1024),
-        needs="fraction",
     )
     image_size: int = setting(
         0,
@@ -869,22 +845,6 @@ class SelectConfig(Section):
         at_least(0),
         needs="fraction",
     )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.features and not self.text_features:
-            require(False, "select.text_features", "", "required by select.features")
-        both = bool(self.reference and self.features)
-        require(not both, "select.features", self.features, "cannot be combined with select.reference")
-        if self.by == "hard":
-            alone = "cannot be combined with select.by=hard"
-            require(not self.reference, "select.reference", self.reference, alone)
-            require(not self.features, "select.features", self.features, alone)
-
-    @property
-    def teacher(self) -> str:
-        """The model of the reference, as ``DistillConfig.teacher``."""
-        return self.reference
 
     def count_pairs(self, batch_size: int) -> int:
         """Return the number of pairs of a batch that are trained."""
@@ -1284,7 +1244,6 @@ class Config(Section):
         settings = {
             "small.steps": self.small.steps,
             "distill.teacher": self.distill.teacher,
-            "select.reference": self.select.reference,
             "sharding": "" if self.sharding == "none" else self.sharding,
             **{f"{name}.weight": term.weight for name, term in self.terms.items() if term.reads_images},
         }
@@ -1310,9 +1269,7 @@ class Config(Section):
             "lock.store": self.lock.stores("image"),
             "model.image_size": self.model.image_size,
             "model.image_weights": self.model.image_weights,
-            "model.patch_dropout": self.model.patch_dropout,
             "select.fraction": self.select.fraction if self.select.fraction < 1 else 0,
-            "small.image_size": self.small.image_size,
         }
         for name, value in settings.items():
             require(not value, name, value, "cannot be combined with model.image_tokens")
@@ -1345,7 +1302,7 @@ class Config(Section):
 
     def _check_captions(self) -> None:
         data = self.data
-        if self.distill.has_teacher:
+        if self.distill.teaches:
             alone = "cannot be combined with distillation"
             require(not data.negatives, "data.negatives", data.negatives, alone)
             require(data.caption_count == 1, "data.caption_count", data.caption_count, alone)
@@ -1375,32 +1332,17 @@ class Config(Section):
             require(not self.loss.dims, "loss.dims", self.loss.dims, refusal)
 
     def _check_selection(self) -> None:
-        select = self.select
-        if select.fraction == 1 or select.by == "hard":
-            return
-        has_reference = bool(select.reference or select.features)
-        teaches = self.distill.has_teacher and not self.distill.is_average
-        alone = "expected none: the teacher of distillation is the reference"
-        for name in ("reference", "features"):
-            value = getattr(select, name)
-            require(not (teaches and value), f"select.{name}", value, alone)
-        other = "select.reference, select.features or select.by=hard"
-        require_use("select.fraction", select.fraction, other, has_reference or teaches)
+        fraction, distill = self.select.fraction, self.distill
+        if fraction < 1:
+            other = "distill.teacher (a model) or distill.features"
+            require_use("select.fraction", fraction, other, distill.has_reference)
+        else:
+            require_use("distill.weight", distill.weight, "select.fraction", distill.weight > 0)
 
     @property
     def trained_pairs(self) -> int:
         """Number of pairs that a step trains on, over all ranks."""
         return self.select.count_pairs(self.batch_size)
-
-    @property
-    def teacher(self) -> "DistillConfig | SelectConfig":
-        """The section with the model that teaches, or that is the reference of data selection."""
-        return self.select if self.select.reference or self.select.features else self.distill
-
-    @property
-    def loads_teacher(self) -> bool:
-        """Whether ``teacher`` names a model that encodes each batch."""
-        return bool(self.teacher.teacher) and self.teacher.teacher != "average"
 
     @property
     def terms(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from clipkit.config import DataConfig, DistillConfig, PixelsConfig, SelectConfig
+from clipkit.config import DataConfig, DistillConfig, PixelsConfig
 from clipkit.errors import CheckpointError, DataError
 from clipkit.files import CountProgress
 from clipkit.model import Preprocess
@@ -110,9 +110,7 @@ def open_training_data(
     return Shards(shared, selection, cache=cache, notes=notes)
 
 
-def teacher_features(
-    settings: DistillConfig | SelectConfig, shards: Shards, *, rank0: bool
-) -> StoredFeatures | None:
+def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) -> StoredFeatures | None:
     """Open a teacher's stored features, if any are configured; rank 0 checks that samples have features."""
     if not settings.features:
         return None
@@ -253,11 +251,11 @@ def other_data(run: Path, difference: str) -> CheckpointError:
     )
 
 
-def other_teacher(run: Path, settings: DistillConfig | SelectConfig) -> CheckpointError:
-    """Return the error for resuming a run with another teacher or reference."""
-    setting = settings.model_setting if settings.teacher else f"{settings.section}features"
+def other_teacher(run: Path, settings: DistillConfig) -> CheckpointError:
+    """Return the error for resuming a run with another teacher."""
+    setting = "teacher" if settings.teacher else "features"
     source = settings.teacher or settings.features
     return CheckpointError(
-        f"{run} was trained with another model: {setting} = {source!r} has changed since; restore it, or set out=… "
-        "for a new run"
+        f"{run} was trained with another teacher: distill.{setting} = {source!r} has changed since; restore it, or "
+        "set out=… for a new run"
     )

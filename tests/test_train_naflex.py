@@ -59,7 +59,7 @@ def test_weights_with_another_vocabulary_name_the_setting(tmp_path: Path) -> Non
     save_model(small, tmp_path / "model")
     config = Config(model=ModelConfig(name="ViT-Ti-8-48", weights=str(tmp_path / "model")))
     with pytest.raises(
-        ConfigError, match=r"\(a vocabulary of 300 tokens\): model\.name= \(empty\) takes the"
+        ConfigError, match=r"\(a vocabulary of 300 tokens\), which .*: model\.name= \(empty\)"
     ):
         first_model(config, select_shape(config))
 

@@ -28,8 +28,13 @@ __all__ = ["pairs", "trainings"]
 READ, TRAINED, STEPS = 12, 5, 8  # neither is divisible by all numbers of ranks
 SETTINGS = (
     f"steps={STEPS}", f"batch_size={READ}", "checkpoint.every_steps=4", "log.samples=true", "loss.same=ignored",
-    "select.fraction=0.4", "select.chunks=3",
+    "select.fraction=0.4",
 )  # fmt: skip
+
+
+def by_model(reference: Path) -> tuple[str, str]:
+    """Return the settings for a model as the reference."""
+    return f"distill.teacher={reference}", "distill.weight=0"
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +48,7 @@ def reference(trainings: Trainings, tmp_path_factory: pytest.TempPathFactory) ->
 def selected(trainings: Trainings, reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with data selection."""
     out = tmp_path_factory.mktemp("selected") / "run"
-    said = trainings.run(out, *SETTINGS, f"select.reference={reference}")
+    said = trainings.run(out, *SETTINGS, *by_model(reference))
     assert f"; {TRAINED} of the {READ} pairs of a step are trained (select.fraction = 0.4)" in said
     return out
 
@@ -63,7 +68,7 @@ def test_chosen_pairs_are_recorded_and_read_samples_stay(
     rows = read_rows(selected)
     assert rows["step"].tolist() == [step for step in range(1, STEPS + 1) for _ in range(TRAINED)]
     every = tmp_path / "every"
-    trainings.run(every, *SETTINGS, "select.fraction=1", "select.chunks=16")
+    trainings.run(every, *SETTINGS, "select.fraction=1")
     read = read_rows(every)
     for step in range(1, STEPS + 1):
         of_step = [set(table["sample"][table["step"] == step].tolist()) for table in (rows, read)]
@@ -78,7 +83,7 @@ def test_killed_run_resumes_bit_for_bit(
     selected: Path, reference: Path, trainings: Trainings, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    settings = (*SETTINGS, f"select.reference={reference}")
+    settings = (*SETTINGS, *by_model(reference))
     running = trainings.start(out, *settings)
     wait_until(lambda: checkpoint(out, 4).exists(), running)
     if not running.done():
@@ -95,7 +100,7 @@ def test_ranks_and_parts_choose_the_same_pairs(
     selected: Path, reference: Path, trainings: Trainings, tmp_path: Path, world: int, parts: int
 ) -> None:
     out = tmp_path / "run"
-    settings = (*SETTINGS, f"select.reference={reference}", f"accumulate={parts}")
+    settings = (*SETTINGS, *by_model(reference), f"accumulate={parts}")
     trainings.run_ranks(world, out, *settings)
     found, expected = read_rows(out), read_rows(selected)
     assert found[["step", "sample"]].tolist() == expected[["step", "sample"]].tolist()
@@ -109,7 +114,7 @@ def test_sharded_training_chooses_the_same_pairs(
     selected: Path, reference: Path, trainings: Trainings, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    trainings.run_ranks(2, out, *SETTINGS, f"select.reference={reference}", "sharding=full")
+    trainings.run_ranks(2, out, *SETTINGS, *by_model(reference), "sharding=full")
     assert read_rows(out)[["step", "sample"]].tolist() == read_rows(selected)[["step", "sample"]].tolist()
 
 
@@ -122,12 +127,15 @@ def test_stored_features_as_reference_choose_like_the_model(
         trainings.clipkit(
             "encode", str(trainings.pairs), *kind, "--model", str(reference), "--out", str(folder), "--quiet"
         )
-    few = (*SETTINGS, "steps=2", "select.by=easy", "data.crop_scale=1", "data.crop_aspect=1")
-    trainings.run(tmp_path / "model", *few, f"select.reference={reference}")
-    stored = (f"select.features={images}", f"select.text_features={texts}", "select.scale=14.3")
-    trainings.run(tmp_path / "stored", *few, *stored)
-    by_model, by_features = read_rows(tmp_path / "model"), read_rows(tmp_path / "stored")
-    assert by_features["sample"].tolist() == by_model["sample"].tolist()
+    few = (*SETTINGS, "steps=1", "data.crop_scale=1", "data.crop_aspect=1")
+    trainings.run(tmp_path / "model", *few, *by_model(reference))
+    scale = metrics(reference)[-1]["scale"]
+    stored = (f"distill.features={images}", f"distill.text_features={texts}", f"distill.scale={scale}")
+    trainings.run(tmp_path / "stored", *few, *stored, "distill.weight=0")
+    model_rows, feature_rows = read_rows(tmp_path / "model"), read_rows(tmp_path / "stored")
+    assert feature_rows["sample"].tolist() == model_rows["sample"].tolist()
+    learnability = [metrics(tmp_path / name)[0]["learnability_read"] for name in ("model", "stored")]
+    assert learnability[0] == pytest.approx(learnability[1], abs=0.02)
 
 
 def test_teacher_of_distillation_is_the_reference(
@@ -137,9 +145,10 @@ def test_teacher_of_distillation_is_the_reference(
     trainings.run(out, *SETTINGS, "steps=3", f"distill.teacher={reference}", "accumulate=2")
     assert len(read_rows(out)) == 3 * TRAINED and "learnability_read" in metrics(out)[-1]
     error = error_of(trainings.run(tmp_path / "none", *SETTINGS, status=1))
-    assert error.startswith("error: select.fraction = 0.4 has no effect unless select.reference, ")
+    assert error.startswith("error: select.fraction = 0.4 has no effect unless distill.teacher (a m")
 
 
 def test_too_few_pairs_for_all_ranks_are_refused(trainings: Trainings, tmp_path: Path) -> None:
-    error = error_of(trainings.run(tmp_path / "run", *SETTINGS, "select.by=hard", "accumulate=6", status=1))
+    reference = ("distill.teacher=unread", "distill.weight=0")
+    error = error_of(trainings.run(tmp_path / "run", *SETTINGS, *reference, "accumulate=6", status=1))
     assert error.startswith("error: batch_size = 12 × select.fraction = 0.4 cannot be split over 1 processes")

@@ -21,7 +21,7 @@ from tests.small_trainings import (
 __all__ = ["pairs", "trainings"]
 
 SETTINGS = (
-    "steps=12", "checkpoint.every_steps=4", "loss.name=global_clip", "global_clip.decay=0.3", "accumulate=2",
+    "steps=12", "checkpoint.every_steps=4", "loss.name=global_clip", "accumulate=2",
     "words.weight=0.5", "words.after=3", "words.vocabulary=64", "data.resample=true", "optim.name=lion",
 )  # fmt: skip
 

@@ -77,7 +77,7 @@ def test_resume_rejects_changed_teacher(trainings: Trainings, teacher: Path, tmp
     go_back(out, 2)
     error = error_of(trainings.run(out, *settings, status=1))
     assert error.startswith(
-        f"error: {out} was trained with another model: distill.teacher = '{changing}' has "
+        f"error: {out} was trained with another teacher: distill.teacher = '{changing}' has "
     )
 
     state = checkpoint(out, 2) / "state.json"
@@ -135,7 +135,7 @@ def test_training_with_stored_teacher_features(trainings: Trainings, teacher: Pa
         manifest = json.loads((folder / "manifest.json").read_text())
         (folder / "manifest.json").write_text(json.dumps({**manifest, "weights": "others"}))
     error = error_of(trainings.run(out, *settings, "distill.scale=20", status=1))
-    assert f"was trained with another model: distill.features = '{images}' has changed since" in error
+    assert f"was trained with another teacher: distill.features = '{images}' has changed since" in error
 
     more = write_pairs(tmp_path / "more", samples=60)
     error = error_of(trainings.run(tmp_path / "lacking", *settings, f"data.train={more}", status=1))

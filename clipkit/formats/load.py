@@ -56,12 +56,7 @@ from clipkit.formats.open_clip import (
     read_folder_config,
     read_training_record,
 )
-from clipkit.formats.transformers import (
-    from_transformers,
-    preprocess_from_transformers,
-    read_end_of_text,
-    read_patch_budget,
-)
+from clipkit.formats.transformers import from_transformers, preprocess_from_transformers, read_end_of_text
 from clipkit.formats.weights import read_weights
 from clipkit.model.architectures import ARCHITECTURES, QUICKGELU, Adapters, Architecture
 from clipkit.model.clip import CLIP, build
@@ -356,10 +351,9 @@ def _read_transformers_folder(folder: Path, file: Path | None = None) -> StoredM
     with _prefix_errors(folder):
         if not isinstance(processor, dict | None):
             raise CheckpointError("processor_config.json: image_processor is not an object")
-        shape, tensors = from_transformers(config, read_weights(file).tensors)
+        shape, tensors = from_transformers(config, read_weights(file).tensors, processor)
         is_siglip2 = shape.text.plain is None
         if is_siglip2:
-            shape = replace(shape, vision=read_patch_budget(processor or {}, shape.vision))
             length = shape.text.context_length
             tokenizer: Tokenizer = LibraryTokenizer(source=str(folder), context_length=length)
         else:
@@ -744,13 +738,12 @@ def check_weights(model: CLIP, tensors: Mapping[str, Tensor], *, origin: Path) -
 
 def _try_sizes(model: CLIP) -> None:
     """Encode once at the new sizes, since some libraries build towers for sizes that they cannot encode."""
-    vision = model.architecture.vision
     length = model.architecture.text.context_length
     token = 0 if model.architecture.text.classes else 3  # a head may have only one class
-    what = f"images of {vision.image_size} pixels"
+    what = f"images of {model.preprocess.image_size} pixels"
     try:
         with torch.no_grad():
-            model.encode_image(torch.zeros(1, *vision.input_shape, dtype=torch.uint8))
+            model.encode_image(torch.zeros(1, *model.preprocess.input_shape, dtype=torch.uint8))
             what = f"texts of {length} tokens"
             model.encode_text(torch.full((1, length), token))
     except (RuntimeError, AssertionError, LookupError, TypeError, ValueError) as error:

@@ -19,7 +19,6 @@ from clipkit.errors import CheckpointError, ConfigError
 from clipkit.formats.open_clip import compute_mlp_ratio
 from clipkit.model.architectures import (
     Architecture,
-    ImageArchitecture,
     NaFlexTower,
     TextTower,
     VisionTower,
@@ -116,9 +115,12 @@ _SIGLIP2_TEXT: dict[str, Any] = {
 
 
 def from_transformers(
-    config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    config: Mapping[str, Any], tensors: Mapping[str, Tensor], processor: Mapping[str, Any] | None = None
 ) -> tuple[Architecture, dict[str, Tensor]]:
-    """Convert a ``CLIPModel`` or ``Siglip2Model`` to an architecture and tensors with clipkit's names."""
+    """Convert a ``CLIPModel`` or ``Siglip2Model`` to an architecture and tensors with clipkit's names.
+
+    ``processor`` is the content of preprocessor_config.json, which has the number of patches of a ``Siglip2Model``.
+    """
     if config.get("model_type") not in ("clip", "siglip2"):
         raise CheckpointError(
             f"config.json describes a {config.get('model_type')!r} model, not a CLIPModel or Siglip2Model"
@@ -126,7 +128,7 @@ def from_transformers(
     if config.get("auto_map"):
         raise CheckpointError("config.json requires custom code (auto_map), which clipkit does not run")
     if config["model_type"] == "siglip2":
-        shape = _read_siglip2(config)
+        shape = _read_siglip2(config, processor or {})
         return shape, _convert_siglip2(_rename_tensors(tensors, _FROM_SIGLIP2), shape)
     try:
         vision = _read_tower(config, "vision", _VISION)
@@ -180,8 +182,7 @@ def _rename_tensors(tensors: Mapping[str, Tensor], names: Sequence[tuple[str, st
     return converted
 
 
-def _read_siglip2(config: Mapping[str, Any]) -> Architecture:
-    """Convert the configuration of a ``Siglip2Model``; the number of patches is that of its position embeddings."""
+def _read_siglip2(config: Mapping[str, Any], processor: Mapping[str, Any]) -> Architecture:
     try:
         vision = {**_SIGLIP2_VISION, **config.get("vision_config", {})}
         text = {**_SIGLIP2_TEXT, **config.get("text_config", {})}
@@ -195,13 +196,17 @@ def _read_siglip2(config: Mapping[str, Any]) -> Architecture:
             raise ConfigError(
                 "the image tower must have a head, and both towers must have features of one size"
             )
+        patches = {**_SIGLIP2_PROCESSOR, **processor}
+        side = vision["patch_size"]
+        if patches["patch_size"] != side:
+            raise ConfigError(f"patch_size = {side!r} is not that of {_PROCESSOR}, {patches['patch_size']!r}")
         return Architecture(
             embed_dim=embed_dim,
             vision=NaFlexTower(
                 channels=vision["num_channels"],
-                image_size=math.isqrt(vision["num_patches"]) * vision["patch_size"],
-                patch_size=vision["patch_size"],
-                tokens=vision["num_patches"],
+                image_size=math.isqrt(vision["num_patches"]) * side,
+                patch_size=side,
+                tokens=patches["max_num_patches"],
                 width=width,
                 layers=vision["num_hidden_layers"],
                 heads=vision["num_attention_heads"],
@@ -237,21 +242,19 @@ def _convert_siglip2(tensors: dict[str, Tensor], shape: Architecture) -> dict[st
     Patches are cut with channels last. The bias of their projection becomes part of the position embeddings, whose
     interpolation has weights that sum to 1. Features are not projected, so the projection is the identity.
     """
-    vision = shape.vision
-    assert vision.budget is not None
-    side = vision.budget.side
-    bias = tensors.pop("patch_bias", None)
-    patches = tensors.get("visual.conv1.weight")
-    positions = tensors.get("visual.positional_embedding")
-    if bias is None or patches is None or positions is None or bias.shape != positions.shape[1:]:
+    assert shape.vision.budget is not None
+    side = shape.vision.budget.side
+    try:
+        bias = tensors.pop("patch_bias")
+        patches = tensors["visual.conv1.weight"].unflatten(1, (side, side, -1))
+        tensors["visual.conv1.weight"] = patches.permute(0, 3, 1, 2).contiguous()
+        # the first position is that of a class token, which this tower does not have
+        positions = F.pad(tensors["visual.positional_embedding"] + bias, (0, 0, 1, 0))
+        tensors["visual.positional_embedding"] = positions
+    except (LookupError, RuntimeError) as error:
         raise CheckpointError(
             "the embeddings of patches and of their positions are missing, or of other sizes"
-        )
-    if patches.shape != (len(bias), side * side * vision.channels):
-        raise CheckpointError(f"the embeddings of patches have the shape {tuple(patches.shape)}")
-    tensors["visual.conv1.weight"] = patches.unflatten(1, (side, side, -1)).permute(0, 3, 1, 2).contiguous()
-    # the first position is that of a class token, which this tower does not have
-    tensors["visual.positional_embedding"] = F.pad(positions + bias, (0, 0, 1, 0))
+        ) from error
     tensors["visual.proj"] = torch.eye(shape.embed_dim)
     if "visual.attn_pool.probe" in tensors:
         tensors["visual.attn_pool.probe"] = tensors["visual.attn_pool.probe"].flatten()
@@ -362,18 +365,6 @@ def build_configs(shape: Architecture, preprocess: Preprocess) -> dict[str, dict
             **own_settings,
         },
     }
-
-
-def read_patch_budget(config: Mapping[str, Any], vision: ImageArchitecture) -> ImageArchitecture:
-    """Return the image tower of a ``Siglip2Model`` with the number of patches of preprocessor_config.json."""
-    settings = {**_SIGLIP2_PROCESSOR, **config}
-    assert vision.budget is not None
-    side = vision.budget.side
-    if settings["patch_size"] != side:
-        raise CheckpointError(
-            f"{_PROCESSOR}: patch_size = {settings['patch_size']!r} is not that of config.json, {side}"
-        )
-    return vision.replace_tokens(settings["max_num_patches"])
 
 
 def preprocess_from_transformers(

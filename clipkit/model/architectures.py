@@ -117,11 +117,6 @@ class TowerArchitecture:
         """Properties that follow from tensor shapes, to recognize weights; None if they are not recognized."""
         return None
 
-    @property
-    def size_settings(self) -> dict[str, object]:
-        """The settings of [shape] that select the tower."""
-        return {setting: getattr(self, name) for setting, name in self.sizes.items()}
-
     def replace_sizes(self, settings: Mapping[str, Any]) -> Self:
         """Return the tower with settings of [shape]; without another number of heads, they stay as wide."""
         values = {self.sizes[name]: value for name, value in settings.items()}
@@ -236,13 +231,6 @@ class ImageArchitecture(TowerArchitecture):
         raise ConfigError(
             f"image_tokens = {tokens} requires clipkit's ViT as the image tower, not {self.description}"
         )
-
-    @property
-    def input_shape(self) -> tuple[int, int, int]:
-        """Shape of an image: (C, S, S), or that of a strip."""
-        if self.budget is not None:
-            return self.budget.strip_shape(self.channels)
-        return self.channels, self.image_size, self.image_size
 
     def fit_preprocess(self, preprocess: "Preprocess") -> "Preprocess":
         """Return a preprocessing that makes images of the tower's size."""
@@ -552,13 +540,6 @@ class VisionTower(_TransformerTower, ImageArchitecture):
     def masked_outputs(self, target: str) -> int:
         return MASKED[target](self)
 
-    @property
-    def size_settings(self) -> dict[str, object]:
-        settings = super().size_settings
-        if self.distilled:
-            settings |= {"pool": "class", "distilled": True}
-        return settings
-
     def build(self, embed_dim: int, *, quick_gelu: bool) -> "nn.Module":
         from clipkit.model.towers import VisionTransformer
 
@@ -637,6 +618,12 @@ class NaFlexTower(VisionTower):
 
     tokens: int
     tanh_gelu: bool = False
+    # what needs a grid of fixed size, or a square image
+    plain = None
+    patches = None
+    size_step = 0
+    outline = None
+    is_clips = False
 
     def __post_init__(self) -> None:
         _check_integer("image_tokens", self.tokens, _MOST_TOKENS)
@@ -672,28 +659,6 @@ class NaFlexTower(VisionTower):
 
     def replace_tokens(self, tokens: int) -> Self:
         return replace(self, tokens=tokens)
-
-    # what needs a grid of fixed size, or a square image
-
-    @property
-    def plain(self) -> None:
-        return None
-
-    @property
-    def patches(self) -> None:
-        return None
-
-    @property
-    def size_step(self) -> int:
-        return 0
-
-    @property
-    def outline(self) -> None:
-        return None
-
-    @property
-    def is_clips(self) -> bool:
-        return False
 
     def token_shape(self, embed_dim: int) -> None:
         return None

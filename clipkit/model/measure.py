@@ -501,7 +501,7 @@ def image_flops(model: CLIP, *, patches: int | None = None, image_size: int = 0)
     vision = model.architecture.vision
 
     def encode(shadow: CLIP) -> Tensor:
-        images = torch.empty(_ROWS, *vision.input_shape, dtype=torch.uint8)
+        images = torch.empty(_ROWS, *model.preprocess.input_shape, dtype=torch.uint8)
         if vision.image_tokens:
             return shadow.encode_image(images, grids=[(1, patches or vision.image_tokens)] * _ROWS)
         if image_size:

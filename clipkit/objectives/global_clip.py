@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from clipkit.cli import Within, setting
-from clipkit.config import Config, above, at_least, require
+from clipkit.cli import setting
+from clipkit.config import Config, above, require
 from clipkit.distributed import gather_row_counts, gather_rows
 from clipkit.model.towers import at_least_float32
 from clipkit.objectives.base import Objective, Outputs, Targets
@@ -35,6 +35,7 @@ from clipkit.objectives.tiles import (
 
 _NONE = -1e30  # a logit without influence on softmax
 _LINEAR = 40.0  # above which log(1 + exp(x)) equals x, also in float64
+_DECAY = 0.5  # fraction of a run in which γ falls
 _ESTIMATES = "global_clip.estimates"  # (S, 2) float32 of images and texts; -inf: not seen yet
 
 
@@ -159,26 +160,9 @@ class GlobalClip(Objective):
 
     gamma: float = setting(
         0.2,
-        "Weight of a batch in the running estimate of each image and text, in the end; 1: no memory.",
+        "Weight of a batch in the running estimate of each image and text, to which it falls from 1 by a cosine in "
+        "the first half of the run (FastCLIP); 1: no memory.",
         above(0, at_most=1),
-    )
-    decay: float = setting(
-        0.5,
-        "Fraction of the run in which the weight falls from 1 to gamma by a cosine (FastCLIP); 0: it is constant "
-        "(SogCLR).",
-        Within(words="0 to 1", holds=lambda value: 0 <= value <= 1),
-    )
-    pairs: int = setting(
-        0,
-        "Number of pairs that the loss compares, as if they were one batch; 0: as many as there are samples.",
-        Within(words="0, or at least 2", holds=lambda value: value == 0 or value >= 2),
-    )
-    rho: float = setting(
-        0.0,
-        "Rule of the temperature 1 / scale. 0: learned as in CLIP (FastCLIP-v0). Above 0: the loss is the "
-        "temperature times (the mean logarithm of the estimates + rho), which keeps it from vanishing "
-        "(FastCLIP-v3; 6.5 for 3 million pairs, 8.5 for 12 million).",
-        at_least(0),
     )
 
     def create_state(self, samples: int) -> dict[str, Tensor]:
@@ -194,7 +178,7 @@ class GlobalClip(Objective):
             outputs.scale,
             stored[numbers],
             gamma=self.weight_at(targets.progress),
-            pairs=self._count_pairs(targets),
+            pairs=len(stored),
             all_texts=targets.all_texts,
             precision=targets.precision,
         )
@@ -202,25 +186,19 @@ class GlobalClip(Objective):
         order = numbers.argsort(stable=True)
         last = torch.searchsorted(numbers[order], numbers, right=True) - 1
         targets.state.propose(_ESTIMATES, estimates[order[last]], numbers)
-        if self.rho:
-            return (loss - math.log(self._count_pairs(targets)) + self.rho) / outputs.scale
         return loss
 
     def weight_at(self, progress: float) -> float:
         """Return γ after a fraction of the run."""
-        if progress >= self.decay:
-            return self.gamma
-        return self.gamma + (1 - self.gamma) * (1 + math.cos(math.pi * progress / self.decay)) / 2
+        falling = max(0.0, 1 - progress / _DECAY)
+        return self.gamma + (1 - self.gamma) * (1 - math.cos(math.pi * falling)) / 2
 
-    def chance(self, targets: Targets, text_rows: int) -> float | None:
+    def chance(self, targets: Targets, text_rows: int) -> float:
         """Return ln M."""
-        return None if self.rho else math.log(self._count_pairs(targets))
+        assert targets.state is not None
+        return math.log(len(targets.state.tensors[_ESTIMATES]))
 
     def check(self, config: Config) -> None:
         super().check(config)
         alone = f"cannot be combined with loss.name={config.loss.name}"
         require(not config.loss.dims, "loss.dims", config.loss.dims, alone)
-
-    def _count_pairs(self, targets: Targets) -> int:
-        assert targets.state is not None
-        return self.pairs or len(targets.state.tensors[_ESTIMATES])

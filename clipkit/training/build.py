@@ -44,11 +44,10 @@ from clipkit.model.architectures import (
     Architecture,
     Layer,
     TowerArchitecture,
-    select_tower,
 )
 from clipkit.model.clip import CLIP, create
 from clipkit.model.lora import add_adapters
-from clipkit.model.names import IMAGE_TOWERS, create_architecture
+from clipkit.model.names import create_architecture
 from clipkit.model.state_dicts import list_tensors
 from clipkit.model.tokenizer import open_stored_tokenizer, open_trained_tokenizer
 from clipkit.objectives import OBJECTIVES, Term, select_terms
@@ -475,32 +474,12 @@ def _misfit(first: CLIP, shape: Architecture, model: ModelConfig) -> str:
         )
     if (channels := first.architecture.vision.channels) != shape.vision.channels:
         return f"are of images of {counted(channels, 'channel')}: set pixels.channels={channels}"
-    name, *others = first.name.split(" + ")
-    named = {"model.name": name}
-    for part in others:
-        if part != "classes":
-            named["model.image" if select_tower(part, IMAGE_TOWERS) else "model.text"] = part
-    set_to = " ".join(f"{key}={value}" for key, value in named.items())
-    if first.name == model.label and (sizes := _list_other_sizes(first.architecture, shape)):
-        return f"are of {model.label} with other sizes: set {' '.join(sizes)}"
-    if not first.name:
-        size = first.architecture.text.vocab_size
-        detail = f" (a vocabulary of {size:,} tokens)" if size != shape.text.vocab_size else ""
-        return f"are not of {model.label}{detail}: model.name= (empty) takes the architecture of the weights"
-    return f"are of {first.name}, not of {model.label}: set {set_to}"
-
-
-def _list_other_sizes(stored: Architecture, shape: Architecture) -> list[str]:
-    def settings(architecture: Architecture) -> dict[str, object]:
-        sizes = {**architecture.vision.size_settings, **architecture.text.size_settings}
-        return {"distilled": False, **sizes, "embed": architecture.embed_dim}
-
-    expected = settings(shape)
-    return [
-        f"shape.{name}={str(value).lower()}"
-        for name, value in settings(stored).items()
-        if value != expected.get(name)
-    ]
+    size = first.architecture.text.vocab_size
+    detail = f" (a vocabulary of {size:,} tokens)" if size != shape.text.vocab_size else ""
+    return (
+        f"are of {first.name or 'another architecture'}{detail}, which is not that of the settings: model.name= "
+        "(empty), without settings of towers such as model.image or [shape], takes the architecture of the weights"
+    )
 
 
 def _describe_other_classes(first: CLIP, shape: Architecture) -> str:

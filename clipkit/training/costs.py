@@ -241,14 +241,13 @@ class Workload:
     @property
     def taught_rows(self) -> int:
         """Number of pairs of a rank that ``teacher`` encodes in a step."""
-        rows = self.rows if self.config.distill.has_teacher else 0
-        select = self.config.select
-        return rows + (self.read_rows if select.fraction < 1 and select.by != "hard" else 0)
+        rows = self.rows if self.config.distill.teaches else 0
+        return rows + (self.read_rows if self.config.select.fraction < 1 else 0)
 
     @property
     def lacks_teacher(self) -> bool:
         """Whether the costs of a teacher are missing because it is not on this machine."""
-        return self.config.loads_teacher and self.teacher is None
+        return self.config.distill.loads_teacher and self.teacher is None
 
     @property
     def ways(self) -> int:
@@ -289,7 +288,9 @@ def measure_step(
     shape = work.model.architecture
     vision = shape.vision
     size = vision.image_size if work.config.lock.stores("image") else image_size or vision.image_size
-    pixels = vision.input_shape if vision.image_tokens else (vision.channels, size, size)
+    pixels = (vision.channels, size, size)
+    if vision.image_tokens:
+        pixels = work.model.preprocess.input_shape
     length = length or shape.text.context_length
     with measuring() as meter:
         shadow = copy_without_values(work.model)
@@ -350,9 +351,8 @@ _FEW = 2  # rows of a step whose FLOPs are measured; with one, batch norms have 
 def flops_of_steps(work: Workload) -> Callable[..., int] | None:
     """Return a function from a batch to the FLOPs of this rank in a step; None if a tower cannot be measured.
 
-    Its arguments are the caption lengths, the image size, the lengths of further texts, the grids of images of
-    variable size, and the lengths of the captions that the model scores for data selection. The FLOPs of a teacher,
-    or of the reference, do not count.
+    Its arguments are the caption lengths, the image size, the lengths of further texts, and the grids of images of
+    variable size. The FLOPs of a teacher and of scoring for data selection do not count.
     """
     model = work.model
     if any(is_sharded(parameter) for parameter in model.parameters()):
@@ -383,26 +383,18 @@ def flops_of_steps(work: Workload) -> Callable[..., int] | None:
         flops = [image_flops(model, patches=size).both for size in sizes]
         return Polynomial.fit(sizes, flops, deg=len(sizes) - 1) - flops[-1]
 
-    @cache
-    def fit_scoring() -> Polynomial:
-        return _fit_lengths(lambda length: _scoring_flops(work, length), shape)
-
     def count(
         lengths: Sequence[int],
         image_size: int,
         further: Sequence[int] = (),
         grids: Grids | None = None,
-        scored: Sequence[int] = (),
     ) -> int:
         flops = float(fit_pairs(image_size)(np.array(lengths)).sum())
         if grids:
             flops += float(fit_images()(np.prod(grids, axis=1)).sum())
         if further:
             flops += float(fit_texts()(np.array(further)).sum())
-        total = _gradients_of(work) * round(flops + _loss_flops(work, len(lengths)))
-        if scored:
-            total += round(float(fit_scoring()(np.array(scored)).sum()))
-        return total
+        return _gradients_of(work) * round(flops + _loss_flops(work, len(lengths)))
 
     try:
         fit_pairs(shape.vision.image_size)
@@ -431,24 +423,28 @@ def step_flops(work: Workload, costs: StepCosts) -> int:
     flops = work.rows * costs.flops // costs.rows
     flops += work.rows * _average_flops(work, longest) + _loss_flops(work, work.rows)
     flops *= _gradients_of(work)
-    if work.config.select.fraction < 1 and work.config.select.by != "easy":
-        flops += work.read_rows * _scoring_flops(work, longest)
+    if work.config.select.fraction < 1:
+        flops += work.read_rows * _scoring_flops(work)
     if work.teacher is not None:
         flops += work.taught_rows * _encoding_flops(work.teacher)
     return flops * work.world
 
 
-def _scoring_flops(work: Workload, length: int) -> int:
+def _scoring_flops(work: Workload) -> int:
     """Return the FLOPs with which the model scores a pair for data selection, without products of features.
 
     Of a tower whose features are stored, only the projection computes, which is not counted.
     """
     lock = work.config.lock
+    shape = work.model.architecture
     flops = 0
     if not lock.stores("image"):
-        flops += image_flops(work.model, image_size=work.config.select.image_size).forward
+        size = min(
+            work.config.select.image_size, shape.vision.image_size
+        )  # the model's is smaller in small steps
+        flops += image_flops(work.model, image_size=size).forward
     if not lock.stores("text"):
-        flops += text_flops(work.model, length).forward
+        flops += text_flops(work.model, shape.text.context_length).forward
     return flops
 
 
@@ -556,7 +552,6 @@ def memory_of(work: Workload, costs: StepCosts | None) -> Memory:
     if select_objective(config).tiled:
         logits = min(_TILE, logits)
     features = (2 * work.text_rows + 4 * rows) * model.architecture.embed_dim
-    vision = model.architecture.vision
     return Memory(
         weights=weights,
         gradients=gradient_bytes,
@@ -567,7 +562,7 @@ def memory_of(work: Workload, costs: StepCosts | None) -> Memory:
         activations=activations,
         loss=_FLOAT * (features + 3 * logits),
         # this step's and the next one's as they are stored
-        images=math.prod(vision.input_shape) * 2 * work.read_rows,
+        images=math.prod(model.preprocess.input_shape) * 2 * work.read_rows,
     )
 
 
@@ -868,7 +863,7 @@ def dry_run(config: Config, device: torch.device, target: Target) -> list[str]:
             properties = torch.cuda.get_device_properties(device)
             machine = replace(machine, gpu=properties.name, memory=properties.total_memory)
     teacher = None
-    source = config.teacher.teacher if config.loads_teacher else ""
+    source = config.distill.teacher if config.distill.loads_teacher else ""
     if source.startswith(_OPEN_CLIP):
         with suppress(ClipkitError), torch.device("meta"):
             teacher = CLIP(create_architecture(source.partition("/")[0]), name=source)

@@ -173,7 +173,7 @@ class Log:
         if self._flops is not None:
             further = batch.more_lengths + batch.negative_lengths + batch.field_lengths
             size = batch.images.shape[-1]
-            flops = self._flops(batch.lengths, size, further, batch.grids, batch.scored_lengths)
+            flops = self._flops(batch.lengths, size, further, batch.grids)
         self._rates.step(
             samples=self._config.batch_size,
             flops=flops,
@@ -606,10 +606,9 @@ def describe_model(model: CLIP, *, device: torch.device, bf16: bool) -> str:
     precision = "bf16" if bf16 else "fp32"
     name = model.name or "the model of model.weights"
     named = ARCHITECTURES.get(name)
-    vision = model.architecture.vision
-    is_other = bool(vision.image_tokens)
-    if named is not None and (is_other or vision.replace_size(named.vision.image_size) != named.vision):
-        name += f" ({vision.description})"
+    description = model.architecture.vision.description
+    if named is not None and description != named.vision.description:
+        name += f" ({description})"
     return f"{name}, {parameters / 1e6:.1f} M parameters, {precision} on {world_size()} × {device.type}"
 
 

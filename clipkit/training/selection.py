@@ -15,10 +15,7 @@ Letters: B pairs that this rank has read, N pairs that all ranks have read, C pa
 embedding dimension of the model or of the reference, K identities of a pair.
 """
 
-from bisect import bisect_left
-from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -36,21 +33,25 @@ from clipkit.training.parallel import split_evenly
 BatchKind = TypeVar("BatchKind", bound=Batch)
 
 
+_CHUNKS = 16  # in which pairs are chosen, as in JEST
+
+
 @torch.no_grad()
 def choose_pairs(
-    models: Sequence[tuple[int, Teaching]],
+    model: Teaching,
+    reference: Teaching,
     identities: Tensor,
     *,
     count: int,
-    chunks: int,
+    chunks: int = _CHUNKS,
     seed: int,
     rows: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Choose pairs of the global batch; all ranks call this together.
 
     Args:
-        models: features of this rank's pairs by each model, and whether its loss adds to the learnability (1) or is
-            subtracted from it (-1).
+        model: features of this rank's pairs by the model in training.
+        reference: their features by the reference.
         identities: (B, K) int64, see ``clip_loss``.
         count: number of pairs to choose, at most N.
         chunks: number of parts in which they are chosen.
@@ -62,9 +63,9 @@ def choose_pairs(
         the chosen ones; the same on all ranks.
     """
     batch = GlobalBatch(rows)
-    contexts = [(sign, _Context(batch, features, identities)) for sign, features in models]
+    by_model, by_reference = (_Context(batch, features, identities) for features in (model, reference))
     chunks = min(chunks, count)
-    among_all = torch.stack([sign * context.compare_all() for sign, context in contexts]).sum(0)  # (B,)
+    among_all = by_model.compare_all() - by_reference.compare_all()  # (B,)
     learnability = batch.gather(among_all)
     scores = among_all
     noise = -(-draw_uniform(seed=seed, rows=rows, count=chunks).log()).log()  # Gumbel's distribution
@@ -75,10 +76,9 @@ def choose_pairs(
         chosen = draws.argsort(descending=True, stable=True)[: chunk.stop - chunk.start]
         is_chosen[chosen] = True
         if i + 1 < chunks:
-            for _, context in contexts:
-                context.add(chosen)
-            among_chosen = torch.stack([sign * context.losses() for sign, context in contexts]).sum(0)
-            scores = among_all + among_chosen
+            by_model.add(chosen)
+            by_reference.add(chosen)
+            scores = among_all + by_model.losses() - by_reference.losses()
     indices = is_chosen.nonzero().flatten()
     return indices, torch.stack([learnability.mean(), learnability[indices].mean()])
 
@@ -90,7 +90,6 @@ class _Context:
     """
 
     def __init__(self, batch: GlobalBatch, features: Teaching, identities: Tensor) -> None:
-        self._features = features
         self._identities = identities
         self._images = at_least_float32(features.images)  # (B, O)
         self._texts = at_least_float32(features.texts)
@@ -121,34 +120,29 @@ class _Context:
         return F.softplus(self._sums - self._logits).sum(0)
 
 
-def take_pairs(batch: BatchKind, chosen: Sequence[int], *, padding: int) -> BatchKind:
+def take_pairs(batch: BatchKind, chosen: Tensor, *, padding: int) -> BatchKind:
     """Return this rank's part of the chosen pairs, which ranks exchange; all ranks call this together.
 
     Args:
         batch: the pairs that this rank has read.
-        chosen: positions in the global batch, ascending.
+        chosen: (C,) int64 on the host, positions in the global batch, ascending.
         padding: the token behind the end of shorter texts.
     """
-    counts = gather_row_counts(len(batch.ids))
-    ends = list(accumulate(counts))
-    bounds = [bisect_left(chosen, end) for end in (0, *ends)]
-    read = [slice(bounds[i], bounds[i + 1]) for i in range(len(counts))]  # of the chosen pairs, by rank
-    trained = split_evenly(len(chosen), world_size())
-    sent = [_count_common(read[rank()], part) for part in trained]
-    received = [_count_common(trained[rank()], part) for part in read]
-    first = ends[rank()] - counts[rank()]
-    local = torch.tensor([row - first for row in chosen[read[rank()]]], dtype=torch.int64)
+    world = world_size()
+    counts = torch.tensor(gather_row_counts(len(batch.ids)))
+    ends = counts.cumsum(0)
+    parts = split_evenly(len(chosen), world)
+    sizes = [part.stop - part.start for part in parts]
+    readers = torch.bucketize(chosen, ends, right=True)  # (C,) the rank that has read each pair
+    trainers = torch.arange(world).repeat_interleave(torch.tensor(sizes))  # and the one that trains it
+    is_local = readers == rank()
+    local = chosen[is_local] - (ends - counts)[rank()]
+    sent = trainers[is_local].bincount(minlength=world).tolist()
+    received = readers[parts[rank()]].bincount(minlength=world).tolist()
 
     def take(rows: Tensor) -> Tensor:
         return exchange_rows(rows[local.to(rows.device)], sent, received)
 
     width = int(max_over_ranks(torch.tensor(batch.width)))
-    return replace(
-        batch.take_rows(take, width=width, padding=padding),
-        first_row=trained[rank()].start,
-        rank_rows=tuple(part.stop - part.start for part in trained),
-    )
-
-
-def _count_common(first: slice, second: slice) -> int:
-    return len(range(max(first.start, second.start), min(first.stop, second.stop)))
+    taken = batch.take_rows(take, width=width, padding=padding)
+    return replace(taken, first_row=parts[rank()].start, rank_rows=tuple(sizes))

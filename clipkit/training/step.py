@@ -311,7 +311,7 @@ class Teacher:
     Letters: B batch, S side of the images, L tokens.
 
     Args:
-        settings: the section of the configuration that names it.
+        source: where it is loaded from, the setting ``distill.teacher``.
         student: the model in training; its tokens must be the teacher's. If it has a head of classes, the teacher
             classifies images by its own head of the same classes, or by the prompts "a photo of a CLASS."
         device: where it encodes.
@@ -325,18 +325,16 @@ class Teacher:
         fingerprint: hash of its weights, architecture and preprocessing.
     """
 
-    def __init__(
-        self, settings: DistillConfig | SelectConfig, student: CLIP, *, device: torch.device, bf16: bool
-    ) -> None:
-        self._model = load(settings.teacher).requires_grad_(False)
-        label = f"{settings.model_setting} = {settings.teacher!r}"
+    def __init__(self, source: str, student: CLIP, *, device: torch.device, bf16: bool) -> None:
+        self._model = load(source).requires_grad_(False)
+        label = f"distill.teacher = {source!r}"
         self.fingerprint = model_hash(self._model)
         self._model.to(device)
         self._device = device
         self._bf16 = bf16
         if self._model.architecture.vision.budget is not None:
             raise ConfigError(
-                f"{label} reads images of variable size: store its features and set {settings.section}features"
+                f"{label} reads images of variable size: store its features and set distill.features"
             )
         self._classes: Tensor | None = None  # (C, P)
         if names := student.architecture.text.classes:
@@ -354,7 +352,7 @@ class Teacher:
         if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
                 f"{label} has another tokenizer than {student.name}: choose a model with its tokenizer, or store "
-                f"its features and set {settings.section}features"
+                f"its features and set distill.features"
             )
 
     def __call__(self, images: Tensor, tokens: Tensor) -> Teaching:
@@ -587,8 +585,8 @@ class TrainingStep:
         if shape.projections:
             by_source["first_samples"] = torch.tensor(first_samples, device=device)
             by_source["projection_numbers"] = torch.tensor(config.projection_numbers, device=device)
-        if config.loads_teacher:
-            teacher = Teacher(config.teacher, model, device=device, bf16=bf16)
+        if config.distill.loads_teacher:
+            teacher = Teacher(config.distill.teacher, model, device=device, bf16=bf16)
         objective = select_objective(config)
         terms = select_terms(config)
         return cls(
@@ -637,20 +635,16 @@ class TrainingStep:
             watch.begin("forward")
         with known_rows(batch.rank_rows):
             chosen, learnability = choose_pairs(
-                self._score_models(module, batch),
+                *self._score_pairs(module, batch),
                 batch.identities[: len(batch.ids)],
                 count=self.select.count_pairs(sum(gather_row_counts(len(batch.ids)))),
-                chunks=self.select.chunks,
                 seed=seed_of(self.seed, step, _SELECTION),
                 rows=batch.rows,
             )
-            lengths = () if self.select.by == "easy" else batch.lengths
-            if not self.distill.has_teacher:
-                batch = replace(batch, teacher=None)
-            taken = take_pairs(batch, chosen.tolist(), padding=self.padding)
-        return replace(taken, learnability=learnability, scored_lengths=lengths)
+            taken = take_pairs(batch, chosen.cpu(), padding=self.padding)
+        return replace(taken, learnability=learnability)
 
-    def _score_models(self, module: nn.Module, batch: Batch) -> list[tuple[int, Teaching]]:
+    def _score_pairs(self, module: nn.Module, batch: Batch) -> tuple[Teaching, Teaching]:
         """Encode this rank's pairs by the model and by the reference, as many at a time as a step trains."""
         inputs = self._pair_inputs(batch)
         size = self.select.image_size
@@ -659,18 +653,12 @@ class TrainingStep:
         counts = gather_row_counts(len(batch.ids))
         rows = math.ceil(self.select.count_pairs(sum(counts)) / len(counts) / self.accumulate)
         parts = min(math.ceil(max(counts) / rows), *counts)  # the same on all ranks, as sharded models need
-        models = []
-        if self.select.by != "easy":
-            encoded = [encode_pairs(module, cut_rows(inputs, i, parts), bf16=self.bf16) for i in range(parts)]
-            models.append((1, _join_parts(encoded)))
-        if self.select.by == "hard":
-            return models
-        reference = self._stored_teaching(batch)
-        if self.teacher is not None:
-            inputs = {"images": batch.images, "tokens": batch.tokens}
-            reference = _join_parts([self.teacher(**cut_rows(inputs, i, parts)) for i in range(parts)])
-        assert reference is not None
-        return [*models, (-1, reference)]
+        encoded = [encode_pairs(module, cut_rows(inputs, i, parts), bf16=self.bf16) for i in range(parts)]
+        if self.teacher is None:
+            return _join_parts(encoded), self._teach(batch)
+        inputs = {"images": batch.images, "tokens": batch.tokens}
+        taught = [self.teacher(**cut_rows(inputs, i, parts)) for i in range(parts)]
+        return _join_parts(encoded), _join_parts(taught)
 
     def gradients(
         self, module: nn.Module, batch: Batch, step: int, watch: Stopwatch | None = None
@@ -716,7 +704,11 @@ class TrainingStep:
             tokens = self.shape.masked == "features"
             return encode_pairs(module, pairs, averaged=self.averaged, bf16=self.bf16, tokens=tokens)
 
-        teaching = teach() if self.distill.is_average else self._teaching(batch)
+        teaching = None
+        if self.distill.is_average:
+            teaching = teach()
+        elif self.distill.teaches:
+            teaching = self._teach(batch)
 
         # 4. The loss of features and the local terms, and their gradients.
         gathering = None
@@ -776,20 +768,13 @@ class TrainingStep:
             pairs["projections"] = self.projection_numbers[source]
         return pairs
 
-    def _teaching(self, batch: Batch) -> Teaching | None:
-        if not self.distill.has_teacher:
-            return None
+    def _teach(self, batch: Batch) -> Teaching:
         if self.teacher is not None:
             return self.teacher(batch.images, batch.tokens)
-        return self._stored_teaching(batch)
-
-    def _stored_teaching(self, batch: Batch) -> Teaching | None:
-        if batch.teacher is None:
-            return None
+        assert batch.teacher is not None
         images, texts = batch.teacher
         assert texts is not None
-        stored = self.select if self.select.features else self.distill
-        scale = torch.full((), stored.scale, device=images.device)
+        scale = torch.full((), self.distill.scale, device=images.device)
         return Teaching(images=images, texts=texts, scale=scale)
 
     def _local_terms(self, batch: Batch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:
@@ -824,7 +809,7 @@ class TrainingStep:
             figures |= {"learnability_read": read, "learnability_trained": trained}
         # the levels would depend on the teacher, and terms and wrong captions have none
         further = batch.negatives is not None or batch.more is not None
-        if not (self.distill.has_teacher or self.terms or further):
+        if not (self.distill.teaches or self.terms or further):
             chance = self.objective.chance(targets, len(features.texts))
             if chance is not None:
                 figures["chance"] = chance

@@ -33,14 +33,7 @@ import clipkit
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import FileLock, write_atomic
 from clipkit.formats import latest_checkpoint, model_hash, parse_step, save_model, serialize_architecture
-from clipkit.model import (
-    ARCHITECTURES,
-    CLIP,
-    QUICKGELU,
-    TimmVision,
-    attach_class_head,
-    create_architecture,
-)
+from clipkit.model import CLIP, attach_class_head
 from clipkit.samples import decode_image
 from clipkit.samples.remote import cache_folder
 from data.shards.writer import DatasetWriter, Record
@@ -144,8 +137,10 @@ class ClassTraining:
         samples = sum(counts[split] for split in splits)
         batch_size = max(2, min(self.batch_size, samples))
         steps = max(1, round(self.epochs * samples / batch_size))
+        vision = head.architecture.vision
         values: Mapping[str, object] = {
-            **_model_settings(head, self.image_size), "model.weights": str(self.folder / _HEAD),
+            "model.name": "", "model.weights": str(self.folder / _HEAD), "model.image_size": self.image_size,
+            "model.image_tokens": vision.image_tokens, "pixels.channels": vision.channels,
             "model.text": f"classes:{images}/classnames.txt", "loss.name": "classes", "loss.same": "negatives",
             "data.train": [str(images / split) for split in splits], "data.last": "wrap", "data.max_bad": 0.0,
             "data.workers": min(4, os.cpu_count() or 1), "out": str(run), "seed": self.seed, "steps": steps,
@@ -213,61 +208,6 @@ def _read_images(images: Sequence[LabelledImage]) -> Iterator[tuple[bytes, int]]
     with ThreadPoolExecutor(4) as pool:
         for start in range(0, len(images), 256):
             yield from pool.map(read_image, images[start : start + 256])
-
-
-def _model_settings(head: CLIP, image_size: int = 0) -> dict[str, object]:
-    """Return the settings with which train.py builds the same image tower, for images of another size if given.
-
-    A model with the bias of the sigmoid loss or another image size has no name of its own.
-    """
-    name, *others = head.name.split(" + ")
-    image = next((other for other in others if other.startswith("timm:")), "")
-    target = head.architecture
-    options: dict[str, object] = {}
-    if isinstance(target.vision, TimmVision):
-        options = {**target.vision.options}
-        if target.vision.projection != "linear":
-            options["projection"] = target.vision.projection
-    tokens = target.vision.image_tokens
-    size = 0 if tokens else target.vision.image_size
-    alike: dict[str, object] = {}
-    for candidate in (name, *ARCHITECTURES, *(builtin + QUICKGELU for builtin in ARCHITECTURES)):
-        try:
-            shape = create_architecture(
-                candidate, image=image, image_options=options, image_size=size, image_tokens=tokens
-            )
-            vision = shape.vision.replace_channels(target.vision.channels)
-        except ConfigError:
-            continue
-        # initialization does not matter, and exports do not store it
-        shape = replace(
-            shape,
-            vision=vision,
-            text=target.text,
-            logit_bias=target.logit_bias,
-            small_data=target.small_data,
-        )
-        settings: dict[str, object] = {
-            "model.name": candidate,
-            "model.image": image,
-            "model.image_options": json.dumps(options) if options else "",
-            "model.image_size": image_size or size,
-            "model.image_tokens": tokens,
-            "pixels.channels": target.vision.channels,
-        }
-        if shape == target:
-            return settings
-        selectable = bool(target.vision.sizes) and type(shape.vision) is type(target.vision)
-        if selectable and replace(shape, embed_dim=target.embed_dim, vision=target.vision) == target:
-            sizes = {f"shape.{setting}": value for setting, value in target.vision.size_settings.items()}
-            alike = alike or {**settings, **sizes, "shape.embed": target.embed_dim}
-    if alike:
-        return alike
-    this = f"not {head.name!r}" if head.name else "and this one has none"
-    raise ConfigError(
-        f"fine-tuning needs a model with an architecture that train.py knows by name, {this}: "
-        "train one with model.name and model.image"
-    )
 
 
 @contextmanager
@@ -417,6 +357,7 @@ def _name_folder(
     model = subject.encoder.model
     dataset = subject.dataset
     head_inputs = [
+        "model.name=",  # trainings of earlier versions named the architecture
         model_hash(model),
         dtype_name(model),
         dataset.prompts(),

@@ -257,7 +257,7 @@ def compute(way: Way) -> dict[str, Tensor]:
         "taught classes": (Classes(), labels),
         "distilled classes": (Classes(), labels),
         "words": (Words(), plain),
-        "global": (GlobalClip(rho=2.5, pairs=500), estimated),
+        "global": (GlobalClip(), estimated),
         "smoothed": (Clip(), replace(plain, smoothing=0.2)),
         "none": (NoComparison(), plain),
     }

@@ -177,7 +177,7 @@ def test_invalid_distillation_settings_are_rejected(given: list[str], said: str)
         load_config(QUICKSTART, ["shape.distilled=true", *given])
 
 
-def test_error_lists_the_settings_of_the_weights(tmp_path: Path) -> None:
+def test_weights_of_another_shape_are_refused_unless_it_is_theirs(tmp_path: Path) -> None:
     (tmp_path / "names").write_text("a\nb")
     head = ModelConfig(name="ViT-Ti-4-16", text=f"classes:{tmp_path}/names")
     loss, sizes = LossConfig(name="classes"), ShapeConfig(distilled=True, image_layers=1, embed=64)
@@ -186,9 +186,13 @@ def test_error_lists_the_settings_of_the_weights(tmp_path: Path) -> None:
     first = partial(first_model, Config(model=again, loss=loss))
     with pytest.raises(
         ConfigError,
-        match=r"with other sizes: set shape.distilled=true shape.image_layers=1 shape.embed=64$",
+        match=r"are of ViT-Ti-4-16 \+ classes, which is not that of the settings: model.name= \(empty\), without",
     ):
         first(shape_of(again, loss, SmallConfig()))
+    named = replace(again, name="")
+    assert first_model(
+        Config(model=named, loss=loss), shape_of(named, loss, SmallConfig())
+    ).architecture.distilled
     assert first(shape_of(again, loss, SmallConfig(), sizes=sizes)).architecture.distilled
 
 

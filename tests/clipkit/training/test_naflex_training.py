@@ -72,7 +72,9 @@ def make_loader(shards: Shards, shape: Architecture, **more: Any) -> Loader:
 def test_batches_have_whole_images_and_their_grids(shards: Shards, shape: Architecture) -> None:
     loader = make_loader(shards, shape, augmentation=WHOLE)
     batch = loader.batch(0)
-    assert batch.images.shape == (8, *shape.vision.input_shape) and shape.vision.budget is not None
+    assert (
+        batch.images.shape == (8, *create(shape).preprocess.input_shape) and shape.vision.budget is not None
+    )
     for image, number, grid in zip(batch.images, batch.ids.tolist(), batch.grids or (), strict=True):
         width, height = SIZES[number % len(SIZES)]
         assert grid == tuple(side // 4 for side in shape.vision.budget.fit_size(height, width))
@@ -164,7 +166,7 @@ def test_costs_are_by_patches(shape: Architecture) -> None:
     ("setting", "message"),
     [
         ("compile=true", "compile = True is invalid: cannot be combined with model.image_tokens"),
-        ("model.patch_dropout=0.5", "model.patch_dropout = 0.5 is invalid: cannot be combined"),
+        ("model.patch_dropout=0.5", "model.patch_dropout = 0.5 requires clipkit.s own image towers"),
         ("model.image_size=32", "model.image_size = 32 is invalid: cannot be combined"),
         ("data.nvjpeg=true", "data.nvjpeg = True is invalid: cannot be combined"),
         ("shape.pool=mean", "image_tokens = 20 requires shape.pool = 'class' or 'map', not 'mean'"),

@@ -78,16 +78,11 @@ def test_lion_with_defaults_of_adamw_prints_a_note() -> None:
         settings = ["loss.name=clip", "optim.name=lion", *more]
         return load_config(QUICKSTART, settings).notes(step=0, samples=9600, layers=14)
 
-    for rate, decay, advice in (
-        ("0.0005", "0.2", "optim.lr=5e-05 optim.weight_decay=2"),
-        ("1e-05", "0.1", "optim.lr=1e-06 optim.weight_decay=1"),  # of configs/finetune.toml
-    ):
-        (note,) = list_notes(f"optim.lr={rate}", f"optim.weight_decay={decay}")
-        assert f": optim.lr = {rate}, optim.weight_decay = {decay}, optim.beta2 = 0.98. Lion" in note
-        assert note.endswith(f"and beta2 = 0.99: {advice} optim.beta2=0.99")
-    (note,) = list_notes("optim.lr=2e-4", "optim.weight_decay=2")
-    assert ": optim.beta2 = 0.98. Lion" in note and note.endswith(": optim.beta2=0.99")
-    assert not list_notes("optim.lr=2e-4", "optim.weight_decay=2", "optim.beta2=0.99")
+    (note,) = list_notes()
+    assert (
+        "optim.beta2 = 0.98 is usual for adamw: Lion usually needs 0.99, a tenth of AdamW's optim.lr" in note
+    )
+    assert not list_notes("optim.beta2=0.99")
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)

@@ -11,7 +11,7 @@ from scipy.special import logsumexp
 from torch import Tensor
 
 from clipkit.batch import Batch, TeacherFeatures
-from clipkit.config import Config, DistillConfig, LockConfig, SelectConfig
+from clipkit.config import Config, DataConfig, DistillConfig, LockConfig, OptimConfig, SelectConfig
 from clipkit.errors import ConfigError
 from clipkit.model.clip import create
 from clipkit.objectives.clip import Clip
@@ -21,6 +21,7 @@ from clipkit.training.selection import choose_pairs, take_pairs
 from clipkit.training.step import TrainingStep
 
 PAIRS, WIDTH = 40, 8
+REFERENCE = DistillConfig(features="images", text_features="texts", weight=0.0)
 
 
 def draw_features(seed: int, *, scale: float = 10.0) -> Teaching:
@@ -33,13 +34,17 @@ def draw_features(seed: int, *, scale: float = 10.0) -> Teaching:
 
 
 def choose(
-    models: list[tuple[int, Teaching]], identities: Tensor | None = None, *, count: int = 10, **options: int
+    model: Teaching, reference: Teaching, identities: Tensor | None = None, *, count: int = 10, **options: int
 ) -> tuple[list[int], Tensor]:
     if identities is None:
         identities = torch.arange(PAIRS)[:, None]
     options = {"chunks": 4, "seed": 7, **options}
-    chosen, learnability = choose_pairs(models, identities, count=count, rows=torch.arange(PAIRS), **options)
+    rows = torch.arange(PAIRS)
+    chosen, learnability = choose_pairs(model, reference, identities, count=count, rows=rows, **options)
     return chosen.tolist(), learnability
+
+
+EQUAL = draw_features(9, scale=1e-9)  # by which all pairs have the same loss
 
 
 def sum_losses(features: Teaching, among: list[int], pair: int) -> float:
@@ -55,15 +60,15 @@ def sum_losses(features: Teaching, among: list[int], pair: int) -> float:
 @settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**70), count=st.integers(2, PAIRS), chunks=st.integers(1, 60))
 def test_as_many_pairs_as_asked_for_are_chosen_once(seed: int, count: int, chunks: int) -> None:
-    models = [(1, draw_features(0)), (-1, draw_features(1))]
-    chosen, _ = choose(models, count=count, chunks=chunks, seed=seed)
+    models = draw_features(0), draw_features(1)
+    chosen, _ = choose(*models, count=count, chunks=chunks, seed=seed)
     assert len(chosen) == count and sorted(set(chosen)) == chosen and set(chosen) <= set(range(PAIRS))
-    assert choose(models, count=count, chunks=chunks, seed=seed)[0] == chosen
+    assert choose(*models, count=count, chunks=chunks, seed=seed)[0] == chosen
 
 
 def test_mean_learnability_is_that_of_cross_entropies() -> None:
     model, reference = draw_features(0), draw_features(1)
-    chosen, (mean, of_chosen) = choose([(1, model), (-1, reference)])
+    chosen, (mean, of_chosen) = choose(model, reference)
     everyone = list(range(PAIRS))
     expected = [sum_losses(model, everyone, i) - sum_losses(reference, everyone, i) for i in everyone]
     assert mean.item() == pytest.approx(np.mean(expected))
@@ -73,8 +78,8 @@ def test_mean_learnability_is_that_of_cross_entropies() -> None:
 def test_later_chunks_are_drawn_by_losses_among_chosen_pairs() -> None:
     """With a large scale the noise hardly matters, so the order is that of the losses."""
     model = draw_features(0, scale=3000.0)
-    first, _ = choose([(1, model)], count=5, chunks=1)
-    both, _ = choose([(1, model)], count=10, chunks=2)
+    first, _ = choose(model, EQUAL, count=5, chunks=1)
+    both, _ = choose(model, EQUAL, count=10, chunks=2)
     assert set(first) < set(both)
     rest = [i for i in range(PAIRS) if i not in first]
     everyone = list(range(PAIRS))
@@ -90,7 +95,7 @@ def test_draws_follow_the_exponential_of_the_learnability() -> None:
     expected = np.exp(losses - logsumexp(losses))
     counts = np.zeros(PAIRS)
     for seed in range(3000):
-        counts[choose([(1, model)], count=1, chunks=1, seed=seed)[0]] += 1
+        counts[choose(model, EQUAL, count=1, chunks=1, seed=seed)[0]] += 1
     assert np.abs(counts / 3000 - expected).max() < 4 * np.sqrt(expected.max() / 3000)
 
 
@@ -101,16 +106,16 @@ def test_wrong_captions_are_avoided_with_a_reference_and_preferred_without() -> 
     order[:8] = order[:8].roll(1)  # captions of other images
     reference = replace(right, texts=right.texts[order])
     model = draw_features(1, scale=1.0)
-    learnable, _ = choose([(1, model), (-1, reference)], count=32)
+    learnable, _ = choose(model, reference, count=32)
     assert learnable == list(range(8, PAIRS))
-    assert choose([(-1, reference)], count=32)[0] == learnable
-    assert set(choose([(1, reference)], count=8, chunks=1)[0]) == set(range(8))
+    assert choose(EQUAL, reference, count=32)[0] == learnable
+    assert set(choose(reference, EQUAL, count=8, chunks=1)[0]) == set(range(8))
 
 
 def test_pairs_that_show_the_same_are_not_compared() -> None:
     model = replace(draw_features(0), images=draw_features(1).images)
     same = torch.zeros(PAIRS, 1, dtype=torch.int64)
-    _, learnability = choose([(1, model)], same)
+    _, learnability = choose(model, EQUAL, same)
     assert learnability.abs().max() < 1e-6
 
 
@@ -149,13 +154,13 @@ def make_batch(rows: int, *, blocks: int = 1) -> Batch:
 def test_everything_of_a_pair_is_taken(rows: int, blocks: int, chosen: set[int]) -> None:
     expected = sorted({row % rows for row in chosen})
     batch = make_batch(rows, blocks=blocks)
-    taken = take_pairs(batch, expected, padding=9)
+    taken = take_pairs(batch, torch.tensor(expected), padding=9)
     assert taken.ids.tolist() == expected and taken.rank_rows == (len(expected),)
     assert taken.images.is_contiguous(memory_format=torch.channels_last)
     assert taken.substitutes == tuple(i for i, row in enumerate(expected) if row in (1, rows - 1))
     kept = {
         "first_row", "fault", "bad", "traits", "cut_captions", "without_group", "read_seconds", "make_seconds",
-        "rank_rows", "substitutes", "learnability", "scored_lengths", "grids",
+        "rank_rows", "substitutes", "learnability", "grids",
     }  # fmt: skip
     offsets = {"more": 100, "negatives": 200, "fields": 300}
     for field in fields(Batch):
@@ -185,25 +190,26 @@ def test_scoring_of_resized_images_in_parts_equals_that_at_once() -> None:
         ids=torch.arange(12),
         identities=torch.arange(12)[:, None],
         rank_rows=(12,),
+        teacher=TeacherFeatures(*torch.randn(2, 12, 4, generator=generator)),
     )
-    select = SelectConfig(fraction=0.5, by="hard", image_size=8)
     step = TrainingStep(
-        shape=model.architecture, objective=Clip(), loss=Config().loss, select=select, logs_samples=True
-    )
+        shape=model.architecture, objective=Clip(), loss=Config().loss, distill=replace(REFERENCE, scale=0.01),
+        select=SelectConfig(fraction=0.5, image_size=8), logs_samples=True,
+    )  # fmt: skip
     once, parts = (replace(step, accumulate=count).select_pairs(model, batch, 3) for count in (1, 3))
     assert once.ids.tolist() == parts.ids.tolist() and len(once.ids) == 6
     others = [replace(step, seed=1).select_pairs(model, batch, 3)]
     others += [step.select_pairs(model, batch, i) for i in range(4, 9)]
     assert any(other.ids.tolist() != once.ids.tolist() for other in others)
     figures = step.figures(once, step.gradients(model, once, 3))
-    assert figures["learnability_trained"] > figures["learnability_read"] > 0
+    assert figures["learnability_trained"] > figures["learnability_read"]
     assert model.training
 
 
 def test_costs_count_scoring_and_training() -> None:
     model = create("ViT-Ti-4-16", seed=0)
     config = Config(batch_size=64)
-    selecting = replace(config, select=SelectConfig(fraction=0.25, by="hard"))
+    selecting = replace(config, select=SelectConfig(fraction=0.25), distill=REFERENCE)
     small = replace(config, batch_size=16)
     works = [Workload(model=model, config=settings) for settings in (config, selecting, small)]
     costs = [measure_workload(work) for work in works]
@@ -211,10 +217,9 @@ def test_costs_count_scoring_and_training() -> None:
     flops = [step_flops(work, cost) for work, cost in zip(works, costs, strict=True) if cost is not None]
     whole, selected, few = flops
     assert few + 0.3 * whole < selected < few + 0.36 * whole  # the forward pass of all pairs
-    taught = Workload(model=model, config=selecting, teacher=model)
-    assert costs[1] is not None and step_flops(taught, costs[1]) == selected  # hard: no reference
-    reference = replace(selecting, select=SelectConfig(fraction=0.25, reference="run"))
+    reference = replace(selecting, distill=DistillConfig(teacher="run", weight=0.0))
     taught = Workload(model=model, config=reference, teacher=model)
+    assert costs[1] is not None
     assert step_flops(taught, costs[1]) - few == pytest.approx(2 * (selected - few), rel=0.01)
     assert Workload(model=model, config=reference).lacks_teacher
     lock = LockConfig(image="backbone", text="backbone", store=True)
@@ -225,28 +230,34 @@ def test_costs_count_scoring_and_training() -> None:
     assert stored == few_stored  # the backbones of scored pairs do not compute
     memories = [memory_of(work, cost) for work, cost in zip(works, costs, strict=True)]
     assert memories[1].images == memories[0].images and memories[1].activations == memories[2].activations
-    count = flops_of_steps(works[1])
+    count = flops_of_steps(works[1])  # for the MFU, without scoring
     assert count is not None
     size, length = model.architecture.vision.image_size, model.architecture.text.context_length
-    assert count((length,) * 16, size, scored=(length,) * 64) == pytest.approx(selected, rel=0.01)
+    assert count((length,) * 16, size) == pytest.approx(few, rel=0.01)
+    resized = (
+        replace(selecting, select=SelectConfig(fraction=0.25, image_size=size)) for size in (8, 16, 32)
+    )
+    costs_by_size = [step_flops(replace(works[1], config=settings), costs[1]) for settings in resized]
+    assert costs_by_size[0] < costs_by_size[1] == costs_by_size[2] == selected
 
 
 def test_settings_that_do_not_fit_are_refused() -> None:
-    def select(**options: object) -> SelectConfig:
-        return SelectConfig(**{"fraction": 0.5, **options})  # type: ignore[arg-type]
-
+    select = SelectConfig(fraction=0.5)
+    average = DistillConfig(teacher="average")
+    for distill in (DistillConfig(), average):
+        with pytest.raises(
+            ConfigError, match=r"select.fraction = 0.5 has no effect unless distill.teacher \(a m"
+        ):
+            Config(select=select, distill=distill, optim=OptimConfig(average=0.9))
     with pytest.raises(
-        ConfigError, match=r"select.fraction = 0.5 has no effect unless select.reference, sel"
+        ConfigError, match=r"distill.weight = 0.0 has no effect unless select.fraction is set"
     ):
-        Config(select=select())
-    with pytest.raises(ConfigError, match=r"select.reference = 'run' is invalid: cannot .* select.by=hard"):
-        select(by="hard", reference="run")
-    with pytest.raises(ConfigError, match=r"select.by = 'hard' has no effect unless select.fraction is set"):
-        SelectConfig(by="hard")
-    with pytest.raises(ConfigError, match=r"select.text_features = '' is invalid: required"):
-        select(features="folder")
+        Config(distill=REFERENCE)
+    with pytest.raises(
+        ConfigError, match=r"select.image_size = 8 has no effect unless select.fraction is set"
+    ):
+        SelectConfig(image_size=8)
     with pytest.raises(ConfigError, match=r"select.fraction = 0.1 is invalid: leaves 1 of batch_size = 8"):
-        Config(batch_size=8, select=select(fraction=0.1, by="hard"))
-    with pytest.raises(ConfigError, match=r"select.reference = 'run' is invalid: expected none: the teacher"):
-        Config(distill=DistillConfig(teacher="other"), select=select(reference="run"))
-    assert Config(distill=DistillConfig(teacher="other"), select=select()).teacher.teacher == "other"
+        Config(batch_size=8, select=SelectConfig(fraction=0.1), distill=REFERENCE)
+    weighted = DataConfig(weight="score")  # not with distillation
+    assert Config(data=weighted, select=select, distill=REFERENCE).trained_pairs
