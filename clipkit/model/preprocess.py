@@ -285,7 +285,7 @@ def _read_source(source: ImageLike, channels: int) -> Union[bytes, Bands, "Image
 
 
 def _resize_image(image: "Image", preprocess: Preprocess) -> "Image":
-    """Resize an image to S x S, or to a grid of patches, in its own mode, with open_clip's rounding."""
+    """Resize an image to S x S in its own mode with open_clip's rounding, or its colors to a grid of patches."""
     from PIL import ImageOps
     from PIL.Image import Resampling
 
@@ -293,6 +293,8 @@ def _resize_image(image: "Image", preprocess: Preprocess) -> "Image":
     resample = Resampling[preprocess.interpolation.upper()]
     width, height = image.size
     if preprocess.patches is not None:
+        if image.mode != "L":  # colors first, as in training and in transformers: palettes are not interpolated
+            image = image.convert("RGB")
         high, wide = preprocess.patches.fit_size(height, width)
         return image.resize((wide, high), resample)
     if preprocess.resize_mode == "squash":

@@ -311,7 +311,7 @@ class StoredFeatures:
         if self._texts is not None and changed:
             raise ConfigError(
                 "stored text features require unchanged captions: remove data.captions, data.caption_choice, "
-                "data.caption_templates and data.caption_prefix, or the setting text_features"
+                "data.caption_templates and data.caption_prefix, or distill.text_features"
             )
         examined = 0
         without_image = list[tuple[ShardFile, str]]()

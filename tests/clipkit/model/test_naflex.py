@@ -21,7 +21,7 @@ from clipkit.model.architectures import Architecture, NaFlexTower, TextTower, Vi
 from clipkit.model.clip import CLIP, create
 from clipkit.model.naflex import PackedVisionTransformer, PatchBudget, weigh_grid_lines
 from clipkit.model.names import create_architecture
-from clipkit.model.preprocess import Preprocess, preprocess_images
+from clipkit.model.preprocess import Preprocess, eval_pixels, preprocess_images
 
 # height and width, with aspect ratios from 1:40 to 20:1
 SIZES = ((40, 70), (90, 30), (64, 64), (10, 200), (300, 7), (5, 5), (33, 32))
@@ -43,6 +43,16 @@ def test_sizes_are_those_of_transformers(height: int, width: int, side: int, cou
 
     budget = PatchBudget(side=side, count=count)
     assert budget.fit_size(height, width) == get_image_size_for_max_num_patches(height, width, side, count)
+
+
+@pytest.mark.parametrize("mode", ["P", "1", "L", "LA", "RGBA", "CMYK"])
+def test_colors_are_resized_and_not_palettes_or_alpha(mode: str) -> None:
+    """Training and transformers convert images to RGB first."""
+    preprocess = Preprocess(image_size=20, patches=PatchBudget(side=4, count=30))
+    image = random_image(60, 90).convert(mode)
+    if "A" in mode:
+        image.putalpha(random_image(60, 90, seed=1).convert("L"))
+    assert torch.equal(eval_pixels(image, preprocess), eval_pixels(image.convert("RGB"), preprocess))
 
 
 @given(rows=st.integers(1, 600), columns=st.integers(1, 5), channels=st.integers(1, 4), layout=st.booleans())
