@@ -50,7 +50,7 @@ HEADS = (
 # batches of 128 pairs have a lower rate than the recipe, see bench/optimizers.py
 FLICKR8K = (
     "lock.views=1", "data.flip=0", "batch_size=128", "steps=940", "optim.lr=3e-4", "optim.warmup=47",
-    "checkpoint.best=", "eval.patience=0",
+    "checkpoint.best=", "eval.patience=0", "eval.every_steps=188",
 )  # fmt: skip
 
 
