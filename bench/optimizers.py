@@ -1,14 +1,15 @@
 """Compare AdamW, Lion and Muon with batches of 128 to 4,096 pairs, at equal samples.
 
     python -m bench.optimizers flickr8k --folder FOLDER --image-weights FILE --text FOLDER
-    python -m bench.optimizers emoji
+    python -m bench.optimizers emoji --image-weights FILE
 
 Options: ``--batch-sizes 128 1024``, ``--only lion muon``, ``--seeds 0 1 2``, ``--samples N``. Rows of earlier calls
 stay in ``bench/results/optimizers.json`` and are not measured again, so the comparison can be run in pieces.
 
 ``flickr8k`` trains the projections of ``configs/finetune_heads.toml`` on stored features (one view; see
-``bench.flickr8k`` for the files), and ``emoji`` the model of ``configs/emoji.toml`` with half the channels, on
-images of 32 pixels. Each run sees the same number of samples, whatever the batch size, and its last step is scored.
+``bench.flickr8k`` for the files). ``emoji`` trains the text tower of ``configs/emoji.toml`` from scratch, and a
+projection of images, whose features a locked EfficientNet-Lite0 computed (``python -m bench.emoji --lite0``). Each
+run sees the same number of samples, whatever the batch size, and its last step is scored.
 
 The learning rate is chosen for each optimizer and batch size with the first seed, by the score on the validation
 split: three rates, a factor of about 3 apart, and further ones while the best is the lowest or the highest. On
@@ -53,14 +54,15 @@ OPTIMIZERS: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 COMPARED = {"flickr8k": ("adamw", "lion"), "emoji": ("adamw", "lion", "muon")}
 WEIGHT_DECAY = {"flickr8k": 0.1, "emoji": 0.2}
-SAMPLES = {"flickr8k": 120_000, "emoji": 28_672}
+SAMPLES = {"flickr8k": 120_000, "emoji": 43_008}
 SETTINGS = {
     "flickr8k": (
         "configs/finetune_heads.toml", "pixels.mean=[0.498,0.498,0.498]", "pixels.std=[0.502,0.502,0.502]",
         "lock.views=1",
     ),
     "emoji": (
-        "configs/emoji.toml", "model.image_size=32", 'model.image_options={"channels": [32, 64, 128, 256]}',
+        "configs/emoji.toml", "model.image=timm:tf_efficientnet_lite0", "model.image_size=96", "lock.image=backbone",
+        "lock.store=true", "data.crop_scale=1", "data.color_jitter=0", "data.grayscale=0",
     ),
 }  # fmt: skip
 LAST_STEP_ONLY = (
@@ -82,9 +84,9 @@ def score_flickr8k(run: Path, *, pooled: PooledFeatures) -> dict[str, float]:
     return scores
 
 
-def score_emoji(run: Path) -> dict[str, float]:
+def score_emoji(run: Path, *, pooled: PooledFeatures) -> dict[str, float]:
     """Return the mean R@1 among unseen concepts, and zero-shot accuracy on Fluent 3D."""
-    encoder = Encoder(clipkit.load(run), batch_size=128)
+    encoder = Encoder(clipkit.load(run), batch_size=128, pooled=pooled, locked=("image",))
     unseen = Subject(encoder, open_dataset(built_in("emoji"), split="unseen_concepts"))
     artist = Subject(encoder, open_dataset(built_in("emoji"), split="test"))
     return {
@@ -177,17 +179,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, help="that each run sees, by default those of SAMPLES")
     arguments = parser.parse_args()
     WORK.mkdir(parents=True, exist_ok=True)
-    settings: tuple[str, ...] = ()
-    score: Score = score_emoji
+    settings: tuple[str, ...] = (f"model.image_weights={arguments.image_weights}",)
+    score: Score = partial(score_emoji, pooled=PooledFeatures())
     if arguments.task == "flickr8k":
         score = partial(score_flickr8k, pooled=PooledFeatures())
         if not (WORK / "train.csv").is_file():
             write_tables(arguments.folder.resolve(), WORK)
-        settings = (
-            f"data.train={WORK / 'train.csv'}",
-            f"model.image_weights={arguments.image_weights}",
-            f"model.text=transformers:{arguments.text}",
-        )
+        settings += (f"data.train={WORK / 'train.csv'}", f"model.text=transformers:{arguments.text}")
     table: dict[tuple[str, int], list[Row]] = {}
     for batch_size, optimizer in product(arguments.batch_sizes, arguments.only or COMPARED[arguments.task]):
         start = OPTIMIZERS[optimizer][0] + round(log10(batch_size / 128))  # proportional to √ batch size
