@@ -439,9 +439,8 @@ def _scoring_flops(work: Workload) -> int:
     shape = work.model.architecture
     flops = 0
     if not lock.stores("image"):
-        size = min(
-            work.config.select.image_size, shape.vision.image_size
-        )  # the model's is smaller in small steps
+        # the model's is smaller in small steps
+        size = min(work.config.select.image_size, shape.vision.image_size)
         flops += image_flops(work.model, image_size=size).forward
     if not lock.stores("text"):
         flops += text_flops(work.model, shape.text.context_length).forward
