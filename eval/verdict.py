@@ -26,7 +26,7 @@ import torch
 
 from clipkit import CLIP, load
 from clipkit.errors import ConfigError, DataError
-from clipkit.export import interpolate
+from clipkit.export import EXPORTS, interpolate
 from clipkit.formats import model_hash
 from eval.compare import compare_items
 from eval.datasets.targets import Target
@@ -114,12 +114,15 @@ def judge_fine_tune(
     names[tune.last] = f"last, {_name_step(tune.last)}"
     for checkpoint, name in names.items():
         scores.add(name, trained if checkpoint == tune.selected else load(str(checkpoint)))
-    commands = {name: _write_command(tune, checkpoint) for checkpoint, name in names.items()}
     sizes = _list_sizes(trained)
     if _list_sizes(start) != sizes:
         start = _load_start(tune, trained, **sizes)
     else:
         sizes = {}
+    has_export = any(target.default and not target.refusal(trained) for target in EXPORTS.values())
+    commands = {}
+    for checkpoint, name in names.items():
+        commands[name] = _write_command(tune, checkpoint, sizes=sizes, has_export=has_export)
     notes = []
     for alpha in ALPHAS:
         try:
@@ -129,7 +132,7 @@ def judge_fine_tune(
             break
         name = f"alpha {alpha:g}, {_name_step(tune.selected)}"
         scores.add(name, model)
-        commands[name] = _write_command(tune, tune.selected, alpha, sizes)
+        commands[name] = _write_command(tune, tune.selected, alpha, sizes=sizes)
     tests = tune.checkpoints * (1 + len(ALPHAS))
     rows = list(scores.compare(metric, tests=tests))
     informative = [row for row in rows if row.dataset not in scores.at_chance]
@@ -173,17 +176,20 @@ def _load_start(tune: FineTune, trained: CLIP, **sizes: int) -> CLIP:
 
 
 def _write_command(
-    tune: FineTune, checkpoint: Path, alpha: float = 1.0, sizes: Mapping[str, int] | None = None
+    tune: FineTune, checkpoint: Path, alpha: float = 1.0, *, sizes: Mapping[str, int], has_export: bool = True
 ) -> str:
-    """Return the command that writes a checkpoint, interpolated with the start weights, for other programs."""
+    """Return the command that writes a checkpoint, interpolated with the start weights, for other programs.
+
+    A model without an export, such as one for images of variable size, is written for clipkit.
+    """
     source = str(tune.run) if checkpoint == tune.last else f"{tune.run}@best"
     out = str(tune.run / "recommended")
-    if alpha == 1:
+    if alpha == 1 and has_export:
         return shlex.join(["clipkit", "export", source, out])
     words = ["clipkit", "interpolate", tune.weights, source, "--alpha", f"{alpha:g}", "--out", out]
     if tune.architecture:
         words += ["--name", tune.architecture]
-    for name, size in (sizes or {}).items():
+    for name, size in sizes.items():
         words += [f"--{name.replace('_', '-')}", str(size)]
     return shlex.join(words)
 

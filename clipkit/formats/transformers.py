@@ -76,11 +76,8 @@ _RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
 # CLIPImageProcessor's defaults
 _SIZES = {"size": {"shortest_edge": 224}, "crop_size": {"height": 224, "width": 224}}
 _PROCESSOR = "preprocessor_config.json"
-_SIGLIP2_PROCESSOR = {
-    "patch_size": 16,
-    "max_num_patches": 256,
-    "resample": 2,
-}  # Siglip2ImageProcessor's defaults
+# Siglip2ImageProcessor's defaults
+_SIGLIP2_PROCESSOR = {"patch_size": 16, "max_num_patches": 256, "resample": 2}
 _OWN = "clipkit"  # key of clipkit's settings in preprocessor_config.json, which transformers ignores
 _QKV = ("q_proj", "k_proj", "v_proj")
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}
@@ -100,18 +97,11 @@ _SIGLIP2: dict[str, Any] = {
     "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
 }  # fmt: skip
 _SIGLIP2_VISION: dict[str, Any] = {
-    **_SIGLIP2,
-    "num_channels": 3,
-    "patch_size": 16,
-    "num_patches": 256,
-    "vision_use_head": True,
-}
+    **_SIGLIP2, "num_channels": 3, "patch_size": 16, "num_patches": 256, "vision_use_head": True,
+}  # fmt: skip
 _SIGLIP2_TEXT: dict[str, Any] = {
-    **_SIGLIP2,
-    "vocab_size": 32000,
-    "max_position_embeddings": 64,
-    "projection_size": None,
-}
+    **_SIGLIP2, "vocab_size": 32000, "max_position_embeddings": 64, "projection_size": None,
+}  # fmt: skip
 
 
 def from_transformers(

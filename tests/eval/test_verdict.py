@@ -1,6 +1,8 @@
 """Tests of the verdict on a fine-tune: what it says of made-up rows, and how often its intervals are right."""
 
+import shlex
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,9 +10,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
+import clipkit
+from clipkit.__main__ import main
+from clipkit.formats import save_model
+from clipkit.model import create_architecture
+from clipkit.model.clip import create
 from eval.metrics import Comparison, compare_correct, compare_means
 from eval.results.records import VerdictRow
-from eval.verdict import _decide, _sign_gain, format_verdict
+from eval.verdict import FineTune, _decide, _list_sizes, _sign_gain, _write_command, format_verdict
 
 MODELS = ("last, step 9", "best, step 5", "alpha 0.5, step 5")
 COMMANDS = {name: f"write {name}" for name in MODELS}
@@ -100,3 +107,26 @@ def test_intervals_hold_for_the_model_that_is_chosen(
         wrong += compare(rows[0], rows[best], tests=models).low > 0
     assert single > 0.1 * trials  # the interval of one difference is wrong too often
     assert wrong <= 0.025 * trials
+
+
+def test_models_without_exports_are_written_by_interpolation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = create(create_architecture("ViT-Ti-4-16"), name="ViT-Ti-4-16", seed=0)
+    trained = create(create_architecture("ViT-Ti-4-16", image_tokens=9), name="ViT-Ti-4-16", seed=1)
+    save_model(start, tmp_path / "start")
+    save_model(trained, tmp_path / "run")
+    last = tmp_path / "run"
+    tune = FineTune(
+        run=tmp_path / "run", weights=str(tmp_path / "start"), architecture="", load_start=clipkit.load, last=last,
+        best=None, checkpoints=1,
+    )  # fmt: skip
+    command = _write_command(tune, last, sizes=_list_sizes(trained), has_export=False)
+    monkeypatch.setattr("sys.argv", shlex.split(command))
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    written = clipkit.load(tmp_path / "run" / "recommended")
+    assert written.architecture == trained.architecture
+    for name, value in trained.state_dict().items():
+        assert torch.equal(written.state_dict()[name], value)
