@@ -24,14 +24,16 @@ class BadSample:
 
 
 class TeacherFeatures(NamedTuple):
-    """(B, T) float16, unit norm up to rounding, of a batch's images and, if stored, of its texts."""
+    """(B, T) float16, unit norm up to rounding, of a batch's images and, if stored, of its texts; and exp(t)."""
 
     images: Tensor
-    texts: Tensor | None = None
+    texts: Tensor | None
+    scale: float
 
     def convert(self, change: Callable[[Tensor], Tensor]) -> "TeacherFeatures":
         """Return the results of ``change`` for images and texts."""
-        return TeacherFeatures(change(self.images), None if self.texts is None else change(self.texts))
+        texts = None if self.texts is None else change(self.texts)
+        return TeacherFeatures(change(self.images), texts, self.scale)
 
 
 # of a batch, on its device
@@ -142,7 +144,7 @@ class Batch:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the tensors that ``to`` copies."""
-        features = () if self.teacher is None else self.teacher
+        features = () if self.teacher is None else self.teacher[:2]
         tensors = (*(getattr(self, name) for name in _TENSORS), *features)
         return tuple(tensor for tensor in tensors if tensor is not None)
 

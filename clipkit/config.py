@@ -762,9 +762,10 @@ class DistillConfig(Section):
         needs="features",
     )
     scale: float = setting(
-        100.0,
-        "With distill.features, the teacher's exp(t), by which its similarities are multiplied.",
-        above(0, at_most=10_000),
+        0.0,
+        "With distill.features, the teacher's exp(t), by which its similarities are multiplied; 0: that which "
+        "`clipkit encode` has stored.",
+        between(0, 10_000),
         needs="features",
     )
     weight: float = setting(

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from clipkit.config import DataConfig, DistillConfig, PixelsConfig
-from clipkit.errors import CheckpointError, DataError
+from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.files import CountProgress
 from clipkit.model import Preprocess
 from clipkit.samples import Color, TruncatedError, color_of, format_pixel_range, parse_pixel_range
@@ -115,6 +115,11 @@ def teacher_features(settings: DistillConfig, shards: Shards, *, rank0: bool) ->
     if not settings.features:
         return None
     features = StoredFeatures(Path(settings.features), Path(settings.text_features))
+    if not (settings.scale or features.scale):
+        raise ConfigError(
+            f"distill.scale = 0: {settings.features} was encoded by an earlier version, which did not store the "
+            "teacher's exp(t): set distill.scale to it, such as 100 for OpenAI's CLIPs, or encode again"
+        )
     if rank0:
         features.check(shards)
     return features

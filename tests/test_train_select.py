@@ -129,8 +129,7 @@ def test_stored_features_as_reference_choose_like_the_model(
         )
     few = (*SETTINGS, "steps=1", "data.crop_scale=1", "data.crop_aspect=1")
     trainings.run(tmp_path / "model", *few, *by_model(reference))
-    scale = metrics(reference)[-1]["scale"]
-    stored = (f"distill.features={images}", f"distill.text_features={texts}", f"distill.scale={scale}")
+    stored = (f"distill.features={images}", f"distill.text_features={texts}")
     trainings.run_ranks(2, tmp_path / "stored", *few, *stored, "distill.weight=0")
     model_rows, feature_rows = read_rows(tmp_path / "model"), read_rows(tmp_path / "stored")
     assert feature_rows["sample"].tolist() == model_rows["sample"].tolist()

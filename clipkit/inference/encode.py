@@ -131,6 +131,7 @@ def encode(
         device=features.device.type,
         dtype=options.dtype,
         dim=features.model.dim if features.model.dim < features.model.architecture.embed_dim else 0,
+        scale=features.model.logit_scale.detach().float().exp().item(),
     )
 
     with only_writer(options.out, process, processes):

@@ -86,6 +86,7 @@ class Manifest:
     dtype: str = "float16"  # key of ``clipkit.inference.storage.STORAGE``
     directory: str = ""  # that relative paths of sources begin at
     dim: int = 0  # first elements of the embeddings that are kept; 0: all
+    scale: float = 0.0  # exp(t) of the model; 0: stored by an earlier version
     format: int = _FORMAT
 
     @property

@@ -772,9 +772,9 @@ class TrainingStep:
         if self.teacher is not None:
             return self.teacher(batch.images, batch.tokens)
         assert batch.teacher is not None
-        images, texts = batch.teacher
+        images, texts, stored_scale = batch.teacher
         assert texts is not None
-        scale = torch.full((), self.distill.scale, device=images.device)
+        scale = torch.full((), self.distill.scale or stored_scale, device=images.device)
         return Teaching(images=images, texts=texts, scale=scale)
 
     def _local_terms(self, batch: Batch, step: int, teach: Callable[[], Teaching]) -> LocalTerms | None:

@@ -58,6 +58,7 @@ class StoredRows:
     Attributes:
         width: T.
         weights: identifies the model.
+        scale: exp(t) of the model; 0 if it is not stored.
         made_by: identifies everything that the values depend on.
     """
 
@@ -66,6 +67,8 @@ class StoredRows:
         self.kind = kind
         self._manifest = _manifest(folder, kind)
         self.weights = str(self._manifest.get("weights"))
+        scale = self._manifest.get("scale")
+        self.scale = float(scale) if isinstance(scale, int | float) else 0.0
         self.made_by = " ".join(str(self._manifest.get(name)) for name in _MADE_BY)
         if _is_compact(self._manifest):
             self.made_by += f" {self._manifest['dtype']}"
@@ -284,6 +287,7 @@ class StoredFeatures:
         self._images = StoredRows(images, "image")
         self._texts = StoredRows(texts, "caption") if texts is not None else None
         self.width = self._images.width
+        self.scale = self._images.scale
         if self._texts is not None and self._images.weights != self._texts.weights:
             raise ConfigError(
                 f"{images} and {texts} were encoded by different models, or with different --background or "
@@ -350,12 +354,13 @@ class StoredFeatures:
         self._images.read([match.image for match in matches], features[0])
         if self._texts is not None:
             self._texts.read([match.text for match in matches], features[1])
-        return TeacherFeatures(*torch.from_numpy(features))
+        images, *texts = torch.from_numpy(features)
+        return TeacherFeatures(images, texts[0] if texts else None, self.scale)
 
     def zeros(self, count: int) -> TeacherFeatures:
         """Return zeros in the form of ``read``."""
-        parts = 1 if self._texts is None else 2
-        return TeacherFeatures(*torch.zeros(parts, count, self.width, dtype=torch.float16))
+        zeros = torch.zeros(count, self.width, dtype=torch.float16)
+        return TeacherFeatures(zeros, None if self._texts is None else zeros, self.scale)
 
 
 def _reject_lacking(stored: StoredRows, lacking: Sequence[tuple[ShardFile, str]], examined: int) -> None:

@@ -139,7 +139,7 @@ def make_batch(rows: int, *, blocks: int = 1) -> Batch:
         field_lengths=numbers * blocks,
         weights=ids.float(),
         words=texts[:, :2],
-        teacher=TeacherFeatures(texts.half(), texts.half()),
+        teacher=TeacherFeatures(texts.half(), texts.half(), 50.0),
         substitutes=(1, rows - 1),
         rank_rows=(rows,),
     )
@@ -167,7 +167,7 @@ def test_everything_of_a_pair_is_taken(rows: int, blocks: int, chosen: set[int])
         if field.name in kept:
             continue
         value = getattr(taken, field.name)
-        parts = value if isinstance(value, TeacherFeatures) else [value]
+        parts = value[:2] if isinstance(value, TeacherFeatures) else [value]
         for part in parts:
             values = torch.as_tensor(part).double()
             if field.name == "words":
@@ -190,10 +190,10 @@ def test_scoring_of_resized_images_in_parts_equals_that_at_once() -> None:
         ids=torch.arange(12),
         identities=torch.arange(12)[:, None],
         rank_rows=(12,),
-        teacher=TeacherFeatures(*torch.randn(2, 12, 4, generator=generator)),
+        teacher=TeacherFeatures(*torch.randn(2, 12, 4, generator=generator), 0.01),
     )
     step = TrainingStep(
-        shape=model.architecture, objective=Clip(), loss=Config().loss, distill=replace(REFERENCE, scale=0.01),
+        shape=model.architecture, objective=Clip(), loss=Config().loss, distill=REFERENCE,
         select=SelectConfig(fraction=0.5, image_size=8), logs_samples=True,
     )  # fmt: skip
     once, parts = (replace(step, accumulate=count).select_pairs(model, batch, 3) for count in (1, 3))

@@ -6,6 +6,7 @@ import pickle
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from PIL import Image
 
 import clipkit
 from clipkit.batch import Batch
+from clipkit.config import DistillConfig
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
@@ -29,6 +31,7 @@ from data.order import Order
 from data.shards.samples import Shards, find_shards
 from data.shards.teacher import StoredFeatures, StoredRows
 from data.shards.writer import DatasetWriter, Record
+from data.training_data import teacher_features
 
 pyarrow = pytest.importorskip("pyarrow")
 pytest.importorskip("pyarrow.parquet")
@@ -117,6 +120,21 @@ def assert_taught(batch: Batch, truth: dict[int, tuple[torch.Tensor, torch.Tenso
             assert torch.allclose(row.float(), other, atol=2e-3)
 
 
+def test_features_without_their_scale_require_the_setting(
+    pairs: Path, stored: tuple[Path, Path], tmp_path: Path
+) -> None:
+    images = tmp_path / "images"
+    shutil.copytree(stored[0], images)
+    manifest = json.loads((images / "manifest.json").read_text())
+    del manifest["scale"]
+    (images / "manifest.json").write_text(json.dumps(manifest))
+    shards = Shards.of(find_shards(str(pairs)))
+    settings = DistillConfig(features=str(images), text_features=str(stored[1]))
+    with pytest.raises(ConfigError, match=r"distill.scale = 0: .*images was encoded by an earlier version"):
+        teacher_features(settings, shards, rank0=False)
+    assert teacher_features(replace(settings, scale=20.0), shards, rank0=False) is not None
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_samples_have_their_features(
     workers: int, pairs: Path, stored: tuple[Path, Path], teacher: CLIP
@@ -128,6 +146,7 @@ def test_samples_have_their_features(
     bad, seen = set(), set()
     for batch in loader.batches(0, 8):
         assert_taught(batch, truth, features.width)
+        assert batch.teacher is not None and batch.teacher.scale == teacher.logit_scale.exp().item()
         bad |= {one.key for one in batch.bad}
         seen |= set(batch.ids.tolist())
     assert bad == {"0005"} and seen == set(range(SAMPLES))
