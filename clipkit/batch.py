@@ -39,7 +39,6 @@ class TeacherFeatures(NamedTuple):
 # of a batch, on its device
 _TENSORS = ("images", "tokens", "identities", "more", "negatives", "fields", "weights", "words")
 _TEXTS = ("tokens", "more", "negatives", "fields", "words")
-_NO_WORD = -1
 _LENGTHS = ("lengths", "more_lengths", "negative_lengths", "field_lengths")
 
 
@@ -172,7 +171,7 @@ class Batch:
             if tensor is None:
                 continue
             if name in _TEXTS and not tensor.is_floating_point():
-                value = _NO_WORD if name == "words" else padding
+                value = -1 if name == "words" else padding
                 tensor = F.pad(tensor, (0, width - tensor.shape[1]), value=value)
             if tensor.ndim == 4:  # channels stay last in memory
                 taken[name] = take_blocks(tensor.movedim(1, -1)).movedim(-1, 1)

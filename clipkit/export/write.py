@@ -149,8 +149,6 @@ def _select_targets(model: CLIP, to: Sequence[str]) -> list[str]:
             able = [other for other, target in EXPORTS.items() if not target.refusal(model)]
             if able:
                 raise ConfigError(f"{obstacle}: this model supports --to {', '.join(able)}")
-            if model.architecture.vision.image_tokens:
-                obstacle = "models for images of variable size have no exports"
             raise ConfigError(
                 f"{obstacle}: use this model with clipkit.load, `clipkit encode` and `python -m eval`"
             )

@@ -575,7 +575,7 @@ class VisionTower(_TransformerTower, ImageArchitecture):
             tie_grid(table, drawn=side)
 
     def open_clip_config(self) -> dict[str, Any]:
-        if self.pool in ("map", "distilled"):
+        if self.pool in ("map", "distilled") or self.budget is not None:
             return super().open_clip_config()
         names = ("image_size", "patch_size", "width", "layers", "mlp_ratio")
         config: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -665,9 +665,6 @@ class NaFlexTower(VisionTower):
 
     def masked_outputs(self, target: str) -> int:
         return 0
-
-    def open_clip_config(self) -> dict[str, Any]:
-        return ImageArchitecture.open_clip_config(self)
 
 
 PIXEL_SIZES = {"Ti": (128, 6, 4), "S": (512, 24, 8), "M": (1024, 36, 8), "L": (1536, 48, 16)}

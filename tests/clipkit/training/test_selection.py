@@ -183,14 +183,16 @@ def test_everything_of_a_pair_is_taken(rows: int, blocks: int, chosen: set[int])
 def test_scoring_of_resized_images_in_parts_equals_that_at_once() -> None:
     model = create("ViT-Ti-4-16", seed=0).train()
     generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8, generator=generator)
+    images, texts = torch.randn(2, 12, 4, generator=generator)  # of the reference
     batch = Batch(
-        images=torch.randint(0, 256, (12, 3, 16, 16), dtype=torch.uint8, generator=generator),
+        images=pixels,
         tokens=model.tokenizer([f"a photo of {i} cats" for i in range(12)]),
         lengths=(7,) * 12,
         ids=torch.arange(12),
         identities=torch.arange(12)[:, None],
         rank_rows=(12,),
-        teacher=TeacherFeatures(*torch.randn(2, 12, 4, generator=generator), 0.01),
+        teacher=TeacherFeatures(images, texts, 0.01),
     )
     step = TrainingStep(
         shape=model.architecture, objective=Clip(), loss=Config().loss, distill=REFERENCE,
