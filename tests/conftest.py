@@ -1,7 +1,9 @@
 """Fixtures and settings of all tests."""
 
 import gc
+import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +11,13 @@ import torch
 from hypothesis import settings
 
 from tests.forked import Forked
+
+# modules and tests are made once and stay
+gc.disable()
+
+# without bytecode, each worker and each process that a test starts would compile all modules again
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # small models gain nothing from threads, which contend on a busy machine
 torch.set_num_threads(1)
@@ -34,6 +43,7 @@ def pytest_collection_finish() -> None:
     """Keep collections in forked processes from copying the memory of all imported modules."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,9 +16,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from select import select
+from typing import NoReturn
 
 from clipkit.model.architectures import ARCHITECTURES, Architecture, TextTower, VisionTower
 
@@ -113,34 +114,47 @@ def _serve() -> None:
     _ = import_module("transformers").AutoTokenizer  # imports many modules
     for name in ("timm", "transformers.models.bert.modeling_bert"):  # of the recipes of domains
         import_module(name)
+    for name in ("numpy.ma", "numpy.ctypeslib", "rich._emoji_codes", "torch.utils._sympy.reference"):
+        import_module(name)
+    for name in ("eval.tasks.classify", "clipkit.inference.encode", "clipkit.inference.folder"):
+        import_module(name)
+    import_module("PIL.Image").init()
     templates = import_module("eval.report.charts").TEMPLATES
     for name in templates.list_templates(extensions=["html"]):
         templates.get_template(name)
     # a peak that is measured for a short time is too low, which only the MFU shows
-    import_module("clipkit.training.costs").measured_peak.__kwdefaults__["seconds"] = 0.01
+    costs = import_module("clipkit.training.costs")
+    costs.measured_peak.__kwdefaults__["seconds"] = 0.01
+    # FLOPs of the longest texts only, not of three lengths
+    polynomial = import_module("numpy.polynomial").Polynomial
+    vars(costs)["_fit_lengths"] = lambda measure, shape: polynomial([measure(shape.text.context_length)])
     gc.collect()
     gc.freeze()  # otherwise a collection in a child copies the memory of all objects
 
-    for line in sys.stdin:
-        request = json.loads(line)
-        if os.fork() == 0:
-            _watch(request["argv"], request["environment"], Path(request["folder"]), request["cwd"])
-            return
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+    requests = os.fdopen(0, "rb", buffering=0, closefd=False)
+    folders: dict[int, Path] = {}  # of the programs that run, by process
+    while True:
+        if select([requests], [], [], 0.02 if folders else None)[0]:
+            line = requests.readline()
+            if not line:
+                return
+            request = json.loads(line)
+            folder = Path(request["folder"])
+            process = os.fork()
+            if process == 0:
+                _run_program(request["argv"], request["environment"], folder, request["cwd"])
+            (folder / "pid").write_text(str(process))
+            folders[process] = folder
+        for process in list(folders):
+            ended, status = os.waitpid(process, os.WNOHANG)
+            if ended:
+                folder = folders.pop(process)
+                aside = folder / "status.aside"
+                aside.write_text(str(os.waitstatus_to_exitcode(status)))
+                aside.rename(folder / "status")
 
 
-def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, cwd: str) -> None:
-    """Fork the program and write its exit status to a file when it has exited."""
-    process = os.fork()
-    if process:
-        (folder / "pid").write_text(str(process))
-        _, status = os.waitpid(process, 0)
-        aside = folder / "status.aside"
-        aside.write_text(str(os.waitstatus_to_exitcode(status)))
-        aside.rename(folder / "status")
-        os._exit(0)
+def _run_program(argv: Sequence[str], environment: Mapping[str, str], folder: Path, cwd: str) -> NoReturn:
     for number, name in ((0, os.devnull), (1, "out"), (2, "error")):
         file = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, number)
@@ -158,7 +172,7 @@ def _watch(argv: Sequence[str], environment: Mapping[str, str], folder: Path, cw
     _end_process(status)
 
 
-def _end_process(status: int) -> None:
+def _end_process(status: int) -> NoReturn:
     """Exit as the interpreter does, but without freeing its objects, which takes a second of CPU time."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

@@ -103,7 +103,7 @@ BACKBONES: dict[str, tuple[int, dict[str, Any]]] = {
     "test_resnet": (64, {}),
     "regnetx_002": (32, {}),
     "test_nfnet": (64, {}),
-    "tresnet_m": (32, {}),
+    "tresnet_m": (32, {"layers": [1, 1, 1, 1]}),
     "test_efficientnet": (64, {}),
     "swin_tiny_patch4_window7_224": (
         224,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.configs.recipes import classes
 from tests.data.json_shards import shard_of
 from tests.data.published_tars import SETTINGS, jpeg_of, write_published
 from tests.small_trainings import BATCH, Trainings, digests, error_of, go_back, metrics, pairs, trainings
@@ -17,17 +18,18 @@ __all__ = ["pairs", "trainings"]
 def test_published_layouts_are_trained_on(layout: str, trainings: Trainings, tmp_path: Path) -> None:
     image, captions = SETTINGS[layout]
     write_published(layout, tmp_path / "data" / "0.tar", 4 * BATCH)
+    classes(tmp_path / "colors", ("red", "blue"), 3)
     settings = (f"data.train={tmp_path / 'data'}", "steps=5", f"data.captions={json.dumps(captions)}")
     more = (
         f"data.image={image}",
         "data.caption_choice=random",
         "data.text_dropout=0.2",
-        f'eval.data=["{tmp_path / "data"}","digits"]',
+        f'eval.data=["{tmp_path / "data"}","{tmp_path / "colors"}"]',
     )
     trainings.run(tmp_path / "run", *settings, *more)
     scores = [json.loads(line) for line in (tmp_path / "run" / "results.jsonl").read_text().splitlines()]
     assert {(score["dataset"], score["task"]) for score in scores} == {
-        ("data", "retrieval"), ("digits", "zero-shot"),
+        ("data", "retrieval"), ("colors", "zero-shot"),
     }  # fmt: skip
     lines = metrics(tmp_path / "run")
     assert len(lines) == 5 and all(line["bad_samples"] == 0 for line in lines)

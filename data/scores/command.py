@@ -305,7 +305,10 @@ def _score_shards(
         )
     above = bins[::-1].cumsum()[::-1]  # samples in each bin or a higher one
     ranks = [max(1, -(-permille * counts["scored"] // PERMILLE)) for permille in range(PERMILLE)]
-    top = [round(float(np.flatnonzero(above >= rank)[-1]) * 2 / _BINS - 1, 6) for rank in ranks]
+    last = (
+        np.searchsorted(-above, np.negative(ranks), side="right") - 1
+    )  # the highest bin above which are enough
+    top = [round(float(i) * 2 / _BINS - 1, 6) for i in last]
     manifest = {
         "version": _VERSION, "model": options.model, "sources": options.sources, "against": options.against,
         "threshold": options.threshold, "columns": [name for name, _ in _BASIC[2:]] + [name for name, _ in extra],

@@ -16,6 +16,7 @@ from clipkit.model.preprocess import Preprocess
 from clipkit.objectives.clip import clip_loss
 from clipkit.training.checkpoint import LoopState, save_checkpoint
 from clipkit.training.optim import adamw
+from tests.clipkit.conftest import TINY
 
 CONFIG = Config(out="runs/test")
 NO_COUNTS: tuple[Any, ...] = ("4", -3, None, True, [], math.nan, math.inf, 10**400)
@@ -50,9 +51,9 @@ def same_bits(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 @pytest.fixture
-def small(tiny: CLIP) -> CLIP:
-    """The tiny model with a vocabulary of 100, so that files have half a megabyte."""
-    shape = replace(tiny.architecture, text=replace(tiny.architecture.get_plain_towers()[1], vocab_size=100))
+def small() -> CLIP:
+    """A model like ``tiny`` with a vocabulary of 100, so that files have half a megabyte."""
+    shape = replace(TINY, text=TINY.text.replace_vocabulary(100))
     preprocess = Preprocess(image_size=32, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
     return CLIP(shape, preprocess=preprocess).initialize()
 

@@ -48,7 +48,7 @@ LABELS = ["cat", "dog", "a very long label that does not fit into thirty columns
 
 @pytest.fixture(scope="module")
 def model() -> CLIP:
-    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+    return clipkit.create("ViT-test", seed=0).eval()
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path)
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in done.stdout.splitlines()] == [
         "4 images in _ s (_/s), wrote 1 of 1 file",
         "1 failed, listed in out/failures.jsonl; the first: photos/x.png: not an image in a known format",
-        "3 embeddings of dimension 128 in 1 file in out/img_emb",
+        "3 embeddings of dimension 64 in 1 file in out/img_emb",
     ]
 
 
@@ -152,7 +152,7 @@ def test_encode_reports_existing_embeddings(
     again = "1 of them replaced because their sources changed; 1 already complete"
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in said.out.splitlines()] == [
         f"2 images, 1 of them unchanged and not encoded again in _ s (_/s), wrote 1 of 2 files; {again}",
-        "4 embeddings of dimension 128 in 2 files in out/img_emb",
+        "4 embeddings of dimension 64 in 2 files in out/img_emb",
     ]
     assert not Path("out/failures.jsonl").exists()
 
@@ -186,7 +186,7 @@ def test_encode_exits_1_if_all_images_fail(
 ) -> None:
     pytest.importorskip("pyarrow")
     assert dispatch(["encode", "photos/x.png", "--out", "out", "--model", str(checkpoint)]) == 1
-    assert "0 embeddings of dimension 128" in capsys.readouterr().out
+    assert "0 embeddings of dimension 64" in capsys.readouterr().out
 
 
 def test_progress_prints_lines_without_a_terminal(

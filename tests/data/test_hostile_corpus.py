@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def jpeg(number: int) -> bytes:
     return file.getvalue()
 
 
+@cache  # not when the tests are collected: it takes a second
 def bad_samples() -> dict[str, tuple[list[Member], str]]:
     """Return members and cause of samples that are counted but cannot be used, by key."""
     samples: dict[str, tuple[list[Member], str]] = {}
@@ -86,9 +88,6 @@ def left_out() -> list[list[Member]]:
     ]  # fmt: skip
 
 
-BAD = bad_samples()
-
-
 @pytest.fixture(scope="module", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the indexes of temporary shards out of the user's cache."""
@@ -100,10 +99,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def corpus(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write seven shards in which one sample in ten is bad."""
-    samples: list[list[Member]] = [members for members, _ in BAD.values()] + odd_samples() + left_out()
+    samples: list[list[Member]] = (
+        [members for members, _ in bad_samples().values()] + odd_samples() + left_out()
+    )
     samples += [
         [(f"{number:04d}.jpg", jpeg(number)), (f"{number:04d}.txt", b"good %d" % number)]
-        for number in range(9 * len(BAD) - len(odd_samples()))
+        for number in range(9 * len(bad_samples()) - len(odd_samples()))
     ]
     order = np.random.default_rng(0).permutation(len(samples)).tolist()
     folder = tmp_path_factory.mktemp("corpus")
@@ -139,8 +140,10 @@ def steps_of(loader: Loader) -> int:
 
 def check_bad(found: Sequence[BadSample]) -> None:
     """Check that exactly the bad samples are reported, with shard and cause."""
-    assert {bad.key for bad in found} == set(BAD)
-    assert all(re.search(BAD[bad.key][1], bad.cause) and bad.cause.isprintable() for bad in found), found
+    assert {bad.key for bad in found} == set(bad_samples())
+    assert all(
+        re.search(bad_samples()[bad.key][1], bad.cause) and bad.cause.isprintable() for bad in found
+    ), found
     for bad in found:
         assert f"{bad.key}.jpg\0".encode() in Path(bad.shard).read_bytes()
 
@@ -162,7 +165,7 @@ def test_loader_and_training_replace_and_list_bad_samples(corpus: Path, tmp_path
             _, error = training.communicate(timeout=150)
         finally:
             training.kill()
-    assert len(loader.shards) == 10 * len(BAD)
+    assert len(loader.shards) == 10 * len(bad_samples())
     dropped = loader.shards.manifest.dropped
     assert dropped == {"without image": 4, "without caption": 1}
     for batches in (alone, with_workers):

@@ -36,7 +36,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 @pytest.fixture(scope="module")
 def model() -> CLIP:
-    return clipkit.create("ViT-Ti-4-16", seed=0).eval()
+    return clipkit.create("ViT-test", seed=0).eval()
 
 
 def png(number: int, side: int = 20) -> bytes:
@@ -267,6 +267,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import clipkit
+import tests.forked  # the architecture
 from clipkit.inference import folder
 from clipkit.inference.encode import encode
 from clipkit.inference.inputs import Stream
@@ -284,7 +285,7 @@ def killing(self, part):
     write(self, part)
 
 folder.EmbeddingFolder.write = killing
-features = FeatureStream(clipkit.create("ViT-Ti-4-16", seed=0).eval(), batch_size=2, workers=0)
+features = FeatureStream(clipkit.create("ViT-test", seed=0).eval(), batch_size=2, workers=0)
 options = EncodeOptions(sources=(photos,), model="", out=Path(out), rows_per_file=3, quiet=True)
 encode(Stream([photos]), features, options)
 """
@@ -324,7 +325,7 @@ def test_incomplete_set_of_reusable_rows_is_ignored(photos: Path, model: CLIP, t
     metadata = tmp_path / "out/metadata/metadata_0.parquet"
     shutil.copy(metadata, former / "a.parquet")  # without rows
     for name, rows in (("b", 2), ("c", 3), ("d", 3)):
-        np.save(former / f"{name}.npy", np.zeros((rows, 128), np.float16))
+        np.save(former / f"{name}.npy", np.zeros((rows, 64), np.float16))
     shutil.copy(metadata, former / "b.parquet")
     (former / "c.parquet").write_bytes(b"damaged")
     parquet.write_table(parquet.read_table(metadata).drop_columns("digest"), former / "e.parquet")
@@ -584,7 +585,7 @@ def test_array_files_equal_those_of_numpy(photos: Path, model: CLIP, tmp_path: P
 
 
 def test_nonfinite_embeddings_raise_one_error(photos: Path, tmp_path: Path) -> None:
-    broken = clipkit.create("ViT-Ti-4-16", seed=0).eval()
+    broken = clipkit.create("ViT-test", seed=0).eval()
     with torch.no_grad():
         broken.positional_embedding.fill_(float("nan"))  # used by texts only
     labels = clipkit.zero_shot_classifier(broken, ["cat", "dog"])

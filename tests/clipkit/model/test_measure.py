@@ -61,8 +61,7 @@ def of_towers(shape: Architecture, length: int) -> tuple[Flops, Flops]:
         return counted(lambda: model.encode_image(images), 2), counted(lambda: model.encode_text(tokens), 2)
 
 
-@pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14"])
-@pytest.mark.parametrize("length", [16, 77])
+@pytest.mark.parametrize(("name", "length"), [("ViT-B-32", 16), ("ViT-L-14", 77)])
 def test_flops_equal_torch_for_published_models(name: str, length: int) -> None:
     shape = ARCHITECTURES[name]
     assert (image_flops(meta(shape)), text_flops(meta(shape), length)) == of_towers(shape, length)

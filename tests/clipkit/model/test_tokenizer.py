@@ -96,9 +96,9 @@ def strings(count: int) -> Iterator[str]:
         yield kinds[i % len(kinds)]()
 
 
-def test_ids_of_20000_strings_equal_open_clip() -> None:
-    texts = list(strings(20_000))
-    assert len(texts) == 20_000
+def test_ids_of_5000_strings_equal_open_clip() -> None:
+    texts = list(strings(5_000))
+    assert len(texts) == 5_000
     for start in range(0, len(texts), 1000):
         batch = texts[start : start + 1000]
         ours, theirs = tokenize(batch), open_clips_tokenizer()(batch)

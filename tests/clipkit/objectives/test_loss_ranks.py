@@ -28,7 +28,7 @@ def launched(forked: Forked, out: Path, world: int) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world", [pytest.param(world, marks=pytest.mark.long) if world == 4 else world for world in SPREADS]
+    "world", [pytest.param(world, marks=pytest.mark.long) if world > 2 else world for world in SPREADS]
 )
 def test_values_and_gradients_equal_single_process(world: int, tmp_path: Path, forked: Forked) -> None:
     ranks = launched(forked, tmp_path, world)

@@ -75,7 +75,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model() -> CLIP:
-    return clipkit.create("ViT-Ti-4-16", seed=1).eval()
+    return clipkit.create("ViT-test", seed=1).eval()
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import io
 import warnings
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -313,27 +314,33 @@ def test_resized_sizes(width: int, height: int, size: int, mode: Any, enlarge: b
     assert stored.original_size == (width, height)
 
 
+SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+
+
+@cache
+def encode_waves(orientation: int, size: tuple[int, int]) -> list[bytes]:
+    """Encode the same image as a JPEG, a JPEG with a color profile, and a PNG."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    image = waves(*size)
+    return [
+        encoded(image, "JPEG", exif=exif, quality=95),
+        encoded(image, "JPEG", exif=exif, quality=95, icc_profile=SRGB),
+        encoded(image, "PNG", exif=exif),
+    ]
+
+
 @pytest.mark.parametrize("mode", RESIZE_MODES)
 @pytest.mark.parametrize("orientation", [1, 6])
 @pytest.mark.parametrize("size", [(300, 200), (640, 1000)])
 def test_fast_path_gives_the_same_image(mode: Any, orientation: int, size: tuple[int, int]) -> None:
     """JPEGs without a color profile are resized without Pillow; JPEGs with a profile and PNGs are not."""
-    exif = Image.Exif()
-    exif[0x0112] = orientation
     how = Storing(resize=Resize(mode=mode, size=96))
-    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
-    results = [
-        store_image(encoded(waves(*size), kind, exif=exif, **options), how)
-        for kind, options in (
-            ("JPEG", {"quality": 95}),
-            ("JPEG", {"quality": 95, "icc_profile": profile}),
-            ("PNG", {}),
-        )
-    ]
+    results = [store_image(content, how) for content in encode_waves(orientation, size)]
     assert len({(result.size, result.original_size, result.upright) for result in results}) == 1
     shown = [Image.open(io.BytesIO(result.data)) for result in results]
     assert [image.format for image in shown] == ["JPEG", "JPEG", "PNG"]
-    assert shown[1].info["icc_profile"] == profile
+    assert shown[1].info["icc_profile"] == SRGB
     pixels = [np.asarray(image.convert("L"), dtype=float) for image in shown]  # colors are subsampled
     assert all(np.abs(pixels[0] - other).mean() < 1.5 for other in pixels[1:])
     assert pixels[0].std() > 20

@@ -101,7 +101,7 @@ def test_correlations_equal_scipy(tmp_path: Path, model: CLIP, file: str, tokens
     assert tuple(scores) == TAUS
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     rows=st.lists(
         st.tuples(st.integers(0, 5), st.integers(0, 4), st.integers(1, 4)), min_size=4, max_size=60
