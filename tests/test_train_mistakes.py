@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 SMALL = (
     "model.name=ViT-Ti-4-16", "steps=2", "batch_size=4", "data.workers=0", "log.tensorboard=false",
-    "log.every_steps=1", "eval.data=[]",
+    "log.every_steps=1", "eval.data=[]", "optim.name=adamw", "shape.image_layers=1", "shape.image_width=64",
+    "shape.text_layers=1", "shape.text_width=32",
 )  # fmt: skip
 SAMPLES = 8
 

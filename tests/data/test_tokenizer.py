@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +18,8 @@ from clipkit.export.open_clip import find_obstacle
 from clipkit.training.build import shape_of
 from data.shards.writer import DatasetWriter, Record
 from data.tokenizer import train_tokenizer
+from tests.forked import Ended, Forked
 
-ROOT = Path(__file__).parents[2]
 TEXTS = [
     "woman scientist",
     "Frau im Labor",
@@ -49,16 +46,14 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def run(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
+def run(forked: Forked, program: str, *arguments: object) -> Ended:
+    return forked.run(program, [*map(str, arguments)], {"OMP_NUM_THREADS": "1"})
 
 
 @pytest.fixture(scope="module")
-def folder(pairs: Path) -> Path:
+def folder(pairs: Path, forked: Forked) -> Path:
     out = pairs.parent / "tokenizer"
-    done = run("-m", "data", "tokenizer", pairs, "--out", out, "--vocab", 300)
+    done = run(forked, "data/__main__.py", "tokenizer", pairs, "--out", out, "--vocab", 300)
     assert done.returncode == 0 and "300 tokens from 120 captions" in done.stdout, done.stderr
     return out
 
@@ -74,14 +69,14 @@ def test_every_text_is_encoded_without_loss(texts: list[str]) -> None:
         assert made.decode(ids).removeprefix(" ") == made.normalizer.normalize_str(text).removeprefix(" ")
 
 
-def test_command_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -> None:
+def test_command_options_and_errors(pairs: Path, folder: Path, tmp_path: Path, forked: Forked) -> None:
     made = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert (
         made.get_vocab_size() == 300
         and made.encode("Woman SCIENTIST").ids == made.encode("woman scientist").ids
     )
     fields = ("tokenizer", pairs, "--captions", "more", "--filters", "kind = 0", "--quiet")
-    done = run("-m", "data", *fields, "--out", tmp_path / "more", "--vocab", 400)
+    done = run(forked, "data/__main__.py", *fields, "--out", tmp_path / "more", "--vocab", 400)
     assert done.returncode == 0 and "from 120 captions" in done.stdout, (
         done.stderr
     )  # two captions of every second sample
@@ -93,23 +88,25 @@ def test_command_options_and_errors(pairs: Path, folder: Path, tmp_path: Path) -
         ((pairs / "none", "--out", tmp_path / "x"), "no data at"),
         ((pairs, "--out", "/proc/none/x"), "/proc/none"),
     ):
-        done = run("-m", "data", "tokenizer", *arguments)
+        done = run(forked, "data/__main__.py", "tokenizer", *arguments)
         assert done.returncode and message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert not (tmp_path / "x").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["more"]
 
 
 @pytest.mark.long
-def test_training_stores_and_exports_the_tokenizer(pairs: Path, folder: Path, tmp_path: Path) -> None:
-    arguments = [
+def test_training_stores_and_exports_the_tokenizer(
+    pairs: Path, folder: Path, tmp_path: Path, forked: Forked
+) -> None:
+    training = [
         "model.name=ViT-Ti-4-16", "model.context_length=20", f"model.tokenizer={folder}", f"data.train={pairs}",
         "data.workers=0", "batch_size=8", "optim.warmup=1", f"out={tmp_path / 'run'}", "checkpoint.every_steps=2",
     ]  # fmt: skip
-    done = run("train.py", *arguments, "steps=2")
+    done = run(forked, "train.py", *training, "steps=2")
     assert done.returncode == 0, done.stderr
     moved = folder.rename(folder.with_name("moved"))
     try:
-        missing = run("train.py", *arguments, "steps=4")
+        missing = run(forked, "train.py", *training, "steps=4")
         assert missing.returncode == 1 and "no tokenizer there" in missing.stderr
         model = load(tmp_path / "run")  # the tokenizer is stored with the weights
     finally:
@@ -123,15 +120,16 @@ def test_training_stores_and_exports_the_tokenizer(pairs: Path, folder: Path, tm
             *(ids if len(ids) <= 20 else [*ids[:19], 299]),
             *[0] * (tokens.shape[1] - min(20, len(ids))),
         ]
-    assert run("train.py", *arguments, "steps=4").returncode == 0  # resumes
+    assert run(forked, "train.py", *training, "steps=4").returncode == 0  # resumes
     (tmp_path / "other").mkdir()
     other = train_tokenizer(["something else entirely " * 5], 300)
     other.save(str(tmp_path / "other" / "tokenizer.json"))
     (tmp_path / "other" / "tokenizer_config.json").write_text((folder / "tokenizer_config.json").read_text())
-    changed = run("train.py", *arguments, "steps=6", f"model.tokenizer={tmp_path / 'other'}")
+    changed = run(forked, "train.py", *training, "steps=6", f"model.tokenizer={tmp_path / 'other'}")
     assert changed.returncode == 1 and changed.stderr.count("\n") == 1, changed.stderr
     assert "tokenizer" in (find_obstacle(model) or "")
-    done = run("-m", "clipkit", "export", tmp_path / "run", tmp_path / "exported", "--to", "transformers")
+    arguments = ["export", tmp_path / "run", tmp_path / "exported", "--to", "transformers"]
+    done = run(forked, "clipkit/__main__.py", *arguments)
     assert done.returncode == 0, done.stderr
     model = load(tmp_path / "run")
     again = load(tmp_path / "exported")

@@ -4,10 +4,9 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from clipkit.formats.checkpoint import save_model
 from clipkit.inference import caption as captions
 from clipkit.model.architectures import Decoder
 from clipkit.model.clip import CLIP
+from tests.forked import Forked
 
 Run = Callable[..., int]
 
@@ -87,20 +87,22 @@ def test_files_equal_the_captions_of_the_api(
 
 @pytest.mark.slow
 def test_killed_command_resumes_to_the_same_file(
-    run: Run, checkpoint: Path, photos: Path, tmp_path: Path
+    run: Run, checkpoint: Path, photos: Path, tmp_path: Path, forked: Forked
 ) -> None:
     whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
     partial = tmp_path / ".killed.jsonl.partial"
     options = ["--top-p", "0.9", "--seed", "5"]
     assert run("--out", whole, *options) == 0
-    command = [sys.executable, "-m", "clipkit", "caption", photos, "--model", checkpoint, "--batch-size", "2"]
-    with subprocess.Popen(
-        [*map(str, command), "--out", str(killed), *options], stderr=subprocess.PIPE
-    ) as process:
-        while process.poll() is None and not (partial.exists() and partial.read_bytes().count(b"\n") > 8):
+    command = ["caption", str(photos), "--model", str(checkpoint), "--batch-size", "2", "--out", str(killed)]
+    folder = tmp_path / "process"
+    folder.mkdir()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(forked.run, "clipkit/__main__.py", [*command, *options], {}, folder=folder)
+        while not (partial.exists() and partial.read_bytes().count(b"\n") > 8):
+            assert not running.done(), running.result().stderr
             time.sleep(0.001)
-        process.kill()
-    assert process.returncode == -signal.SIGKILL and partial.exists() and not killed.exists()
+        os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+    assert running.result().returncode == -signal.SIGKILL and partial.exists() and not killed.exists()
     with partial.open("ab") as file:
         file.write(b'{"image": "cut')
     assert run("--out", killed, *options) == 0
