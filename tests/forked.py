@@ -52,7 +52,7 @@ class Forked:
         arguments: Sequence[str],
         environment: Mapping[str, str],
         *,
-        timeout: float = 120,
+        timeout: float = 300,
         cwd: Path = ROOT,
         folder: Path | None = None,
     ) -> Ended:
