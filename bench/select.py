@@ -106,7 +106,7 @@ def make_reference(work: Path, clean: Path, config: str, settings: list[str]) ->
     """
     out = work / "reference"
     if not (out / "report.html").exists():
-        half = (f"data.train={clean}", "data.fraction=0.5", "seed=100", "eval.every_steps=0", f"out={out}")
+        half = (f"data.train={clean}", "data.fraction=0.5", "seed=100", f"out={out}")
         run_program("train.py", config, *settings, *half)
     images, texts = work / "images", work / "texts"
     for folder, kind in ((images, ()), (texts, ("--text",))):
