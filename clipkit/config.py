@@ -1005,7 +1005,12 @@ class OptimConfig(Section):
     beta2: float = setting(
         0.98, "Decay of the running mean of the squared gradients; with lion, of the gradients.", _BELOW_ONE
     )
-    eps: float = setting(1e-6, "Added to the denominator of the update for numerical stability.", above(0))
+    eps: float = setting(
+        1e-6,
+        "Added to the denominator of the update for numerical stability. sgd and lion have no denominator, and "
+        "adafactor a constant of its own.",
+        above(0),
+    )
     sam: float = setting(
         0.0,
         "Sharpness-aware minimization: gradients are those at weights moved by this distance along the gradient, "
@@ -1263,6 +1268,7 @@ class Config(Section):
         if not self.model.image_tokens:
             return
         settings = {
+            "select.fraction": self.select.fraction if self.select.fraction < 1 else 0,
             "compile": self.compile,
             "data.affine": self.data.affine,  # moves long images out of their frame
             "data.nvjpeg": self.data.nvjpeg,
@@ -1270,7 +1276,6 @@ class Config(Section):
             "lock.store": self.lock.stores("image"),
             "model.image_size": self.model.image_size,
             "model.image_weights": self.model.image_weights,
-            "select.fraction": self.select.fraction if self.select.fraction < 1 else 0,
         }
         for name, value in settings.items():
             require(not value, name, value, "cannot be combined with model.image_tokens")
@@ -1316,9 +1321,6 @@ class Config(Section):
                 ("data.negatives", data.negatives),
             ):
                 require(not other, name, other, "cannot be combined with data.text_dropout")
-        if data.caption_count > 1:
-            same = "expected positives or ignored with data.caption_count above 1"
-            require(self.loss.same != "negatives", "loss.same", self.loss.same, same)
 
     def _check_teacher(self) -> None:
         distill = self.distill

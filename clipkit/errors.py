@@ -7,6 +7,7 @@ are reported with a traceback.
 import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -100,11 +101,28 @@ def report_errors() -> Iterator[None]:
         status = _report_error(": ".join([*names, error.strerror or str(error)]))
     except UnicodeError as error:
         status = _report_error(f"text cannot be read or written: {error}")
+    except ModuleNotFoundError as error:
+        if not (extra := _find_extra(error.name or "")):
+            raise
+        status = _report_error(f"this requires {error.name}: pip install -e '.[{extra}]'")
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             _print_to_stderr("; ".join(["stopped", *map(str, stop.args)]))
         status = 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     _exit(status)
+
+
+def _find_extra(module: str) -> str:
+    """Return the extra of clipkit that installs a module of a package of the same name; "" if none does."""
+    from importlib.metadata import PackageNotFoundError, requires  # takes 20 ms
+
+    package = module.partition(".")[0]
+    with suppress(PackageNotFoundError):
+        for requirement in requires("clipkit") or ():
+            found = re.fullmatch(rf"{re.escape(package)}\b[^;]*; extra == \W(\w+)\W", requirement)
+            if found:
+                return found[1]
+    return ""
 
 
 def run_command(command: Callable[[], int | None]) -> NoReturn:

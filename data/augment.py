@@ -327,7 +327,7 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor, patches: PatchBudget | No
         if recipe.gray:
             pixels = functional.rgb_to_grayscale(pixels, num_output_channels=3)
         if recipe.blur:
-            radius = min(math.ceil(3 * recipe.blur), pixels.shape[-1] - 1)
+            radius = min(math.ceil(3 * recipe.blur), min(pixels.shape[-2:]) - 1)
             pixels = functional.gaussian_blur(pixels, [2 * radius + 1] * 2, [recipe.blur] * 2)
     if patches is None:
         out.copy_(pixels)

@@ -166,7 +166,7 @@ class Order:
         if batch_size > self.samples:
             raise ConfigError(
                 f"batch_size = {batch_size}, but the data have only {self.samples} samples: "
-                "set a smaller batch_size or add data"
+                f"set a smaller batch_size, such as {max(1, self.samples // 5)}, or add data"
             )
         if weights and len(weights) != len(sources):
             raise ConfigError(f"data.weights has {len(weights)} weights for {len(sources)} sources")

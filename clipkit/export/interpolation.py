@@ -78,7 +78,10 @@ def _check_alike(first: CLIP, second: CLIP) -> None:
             raise ConfigError(f"{name} cannot be interpolated: use the model that it was made from")
     what = ""
     ignored: dict[str, Any] = {"background": None, "upright": False, "pixel_range": "auto"}
-    if first.architecture != second.architecture:
+    most, other = (model.architecture.vision.image_tokens for model in (first, second))
+    if most != other:
+        what = f"largest number of patches ({most} and {other})"
+    elif first.architecture != second.architecture:
         what = "architecture"
     elif replace(first.preprocess, **ignored) != replace(second.preprocess, **ignored):
         what = "image preprocessing"

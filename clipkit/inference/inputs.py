@@ -180,7 +180,9 @@ class Stream:
             self.repeated += sum(samples.repeated for samples in opened)
         has_captions = source.format != "images"
         return lambda: (
-            item for samples in opened for item in self._items(samples, has_captions=has_captions)
+            item
+            for samples in opened
+            for item in self._items(samples, self._captions, has_captions=has_captions)
         )
 
     def _items_in_files(self, parts: Sequence[Source]) -> Iterator[Item]:
@@ -188,6 +190,7 @@ class Stream:
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD, were_counted=False)
         names = None  # of members, once there is a sample
+        several = False  # captions of a sample, which are then read at once
         for part in parts:
             file = part.files[0]
             source = readable(file.shown)
@@ -199,11 +202,14 @@ class Stream:
             if names is None and len(samples):
                 _check_names(samples, source, self._image, self._captions)
                 names = self._select_names(samples)
+                several = self.kind == "caption" and _have_several(samples, names[1])
             image, captions = names or (self._image, self._captions)
             stamp = f"{file.size} {file.version}"
             if image or captions:
                 stamp = f"{stamp} {image} {captions}"
-            for i in range(len(samples)):
+            if several:
+                yield from self._items(samples, captions, has_captions=True)
+            for i in range(0 if several else len(samples)):
                 sample = Sample(samples=samples, i=i, image=image, captions=captions)
                 has_caption = bool(samples.caption_column) or _may_have_caption(samples.members(i), captions)
                 yield Item(
@@ -230,7 +236,7 @@ class Stream:
             self._recorded_names |= dict.fromkeys(captions)
         return image, captions
 
-    def _items(self, samples: Samples, *, has_captions: bool) -> Iterator[Item]:
+    def _items(self, samples: Samples, names: Sequence[str], *, has_captions: bool) -> Iterator[Item]:
         stamp = ""
         for i in range(len(samples)):
             source = readable(samples.locate(i)[0])
@@ -245,7 +251,7 @@ class Stream:
                         image = Sample(samples=samples, i=i)
                         stamp = stamp or samples.content_id
                 if not cause and has_captions:
-                    captions = _read_captions(samples, i, self._captions)
+                    captions = _read_captions(samples, i, names)
             except DataError as error:
                 cause = str(error)
             if cause or self.kind == "image":
@@ -292,6 +298,15 @@ def _find_names(samples: Samples, image: str, captions: Sequence[str]) -> tuple[
                 names |= dict.fromkeys(fields)
                 has_caption = any(name in fields or value_at(fields, name) is not None for name in captions)
     return has_image, has_caption, names
+
+
+def _have_several(samples: Samples, names: Sequence[str]) -> bool:
+    """Return whether one of the first samples has several captions."""
+    for i in range(min(_EXAMINED, len(samples))):
+        with suppress(DataError):
+            if len(_read_captions(samples, i, names)) > 1:
+                return True
+    return False
 
 
 def _may_have_caption(members: Sequence[str], names: Sequence[str]) -> bool:

@@ -205,21 +205,25 @@ class Objective(Section):
         loss, distill, model = config.loss, config.distill, config.model
         name = f"loss.name={loss.name}"
         alone = f"cannot be combined with {name}"
-        if not self.uses_same:
-            expected = f"expected negatives with {name}: set loss.same=negatives"
-            require(loss.same == "negatives", "loss.same", loss.same, expected)
-        if not self.smooths:
-            require(not loss.smoothing, "loss.smoothing", loss.smoothing, f"expected 0 with {name}")
-        if not self.gathers_captions:
-            expected = f"expected float32 with {name}"
-            require(loss.precision == "float32", "loss.precision", loss.precision, expected)
-            require(not config.log.samples, "log.samples", True, alone)
-            require(config.select.fraction == 1, "select.fraction", config.select.fraction, alone)
         if not self.more_texts:
             for setting_name in ("negatives", "image_fields", "text_fields"):
                 value = getattr(config.data, setting_name)
                 require(not value, f"data.{setting_name}", value, alone)
             require(config.data.caption_count == 1, "data.caption_count", config.data.caption_count, alone)
+        elif config.data.caption_count > 1:
+            expected = "expected positives or ignored with data.caption_count above 1"
+            require(loss.same != "negatives", "loss.same", loss.same, expected)
+        if not self.uses_same:
+            expected = f"expected negatives with {name}: set loss.same=negatives"
+            require(loss.same == "negatives", "loss.same", loss.same, expected)
+        if not self.smooths:
+            expected = f"expected 0 with {name}: set loss.smoothing=0"
+            require(not loss.smoothing, "loss.smoothing", loss.smoothing, expected)
+        if not self.gathers_captions:
+            expected = f"expected float32 with {name}"
+            require(loss.precision == "float32", "loss.precision", loss.precision, expected)
+            require(not config.log.samples, "log.samples", True, alone)
+            require(config.select.fraction == 1, "select.fraction", config.select.fraction, alone)
         if not self.weighs_pairs:
             require(not config.data.weight, "data.weight", config.data.weight, alone)
         if not self.has_divergence:

@@ -329,7 +329,8 @@ def check_texts(model: CLIP, *, called: str) -> None:
     if text.vocab_size and tokenizer.vocab_size > text.vocab_size:
         raise ConfigError(
             f"{called}: the tokenizer has {tokenizer.vocab_size:,} tokens and the text tower embeddings of only "
-            f"{text.vocab_size:,}: use the tokenizer with which the tower was trained, or enlarge the embeddings"
+            f"{text.vocab_size:,}: set model.tokenizer to the one with which the tower was trained, or model.name "
+            "to an architecture with more embeddings"
         )
     if text.native:
         return

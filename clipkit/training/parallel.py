@@ -96,7 +96,8 @@ def shard(
     from torch.distributed.device_mesh import init_device_mesh
 
     if not model.architecture.is_native:
-        raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {model.name}")
+        name = model.name or "those of model.weights"
+        raise ConfigError(f"sharding = {sharding!r} requires clipkit's own towers, not {name}")
     world = world_size()
     per_host = ranks_of_host()
     if world == 1:

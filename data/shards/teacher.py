@@ -16,6 +16,7 @@ import re
 import shlex
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from clipkit.batch import TeacherFeatures
 from clipkit.errors import ConfigError, DataError
 from clipkit.inference import content_digest, storage_of, unpacked
 from clipkit.samples.remote import ShardFile
-from data.captions import TEXT
+from data.captions import is_utf8
 from data.shards.samples import Shards
 
 _NUMBER = re.compile(r"([0-9]+)\.(?:npy|parquet|jsonl)$")
@@ -311,11 +312,10 @@ class StoredFeatures:
         Samples of remote shards are not read. In training, any sample without features is a bad sample.
         """
         rule = shards.selection.captions
-        changed = rule.fields != (TEXT,) or rule.choice != "first" or rule.templates or rule.prefix
-        if self._texts is not None and changed:
+        if self._texts is not None and (rule.templates or rule.prefix or rule.split):
             raise ConfigError(
-                "stored text features require unchanged captions: remove data.captions, data.caption_choice, "
-                "data.caption_templates and data.caption_prefix, or distill.text_features"
+                "stored text features are those of whole captions: remove data.caption_templates, "
+                "data.caption_prefix and data.caption_split, or distill.text_features"
             )
         examined = 0
         without_image = list[tuple[ShardFile, str]]()
@@ -327,15 +327,13 @@ class StoredFeatures:
                 continue
             try:
                 sample = shards.read(index)
-                caption = ""
-                if self._texts is not None:
-                    caption = rule.caption(sample.fields, 0, None) or ""
+                captions = list(filter(is_utf8, chain.from_iterable(rule.captions_by_field(sample.fields))))
             except DataError:  # in training a bad sample
                 continue
             examined += 1
             if not self._images.has(sample.image):
                 without_image.append((file, sample.key))
-            if self._texts is not None and caption and not self._texts.has(caption.encode()):
+            if self._texts is not None and not all(self._texts.has(text.encode()) for text in captions):
                 without_text.append((file, sample.key))
         _reject_lacking(self._images, without_image, examined)
         if self._texts is not None:
@@ -374,7 +372,8 @@ def _reject_lacking(stored: StoredRows, lacking: Sequence[tuple[ShardFile, str]]
             f"{stored.folder} has features of other {_PLURAL[stored.kind]}: none of {examined:,} samples examined "
             f"is among them, {example}; encode data.train into another folder: {stored.command_elsewhere(shards)}"
         )
+    further = ", or have captions that were not encoded (--captions)" if stored.kind == "caption" else ""
     raise DataError(
         f"{len(lacking):,} of {examined:,} samples examined have no features in {stored.folder}, {example}: they "
-        f"were added or changed since, or encoding was interrupted; continue it: {stored.command(shards)}"
+        f"were added or changed since, or encoding was interrupted{further}; continue it: {stored.command(shards)}"
     )

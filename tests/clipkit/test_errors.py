@@ -34,6 +34,12 @@ def test_user_error_prints_one_line() -> None:
     assert (done.returncode, done.stderr) == (1, "error (rank 3): steps = 0\n")
 
 
+def test_missing_package_names_the_extra() -> None:
+    done = run("sys.modules['h5py'] = None; import h5py")
+    assert (done.returncode, done.stderr) == (1, "error: this requires h5py: pip install -e '.[formats]'\n")
+    assert "ModuleNotFoundError" in run("import unknown_module").stderr
+
+
 def test_warning_prints_one_line() -> None:
     done = run("import warnings; warnings.warn('no tokenizer')")
     assert (done.returncode, done.stderr) == (0, "note: no tokenizer\n")

@@ -472,7 +472,8 @@ def test_captions_of_parquet_files_are_read_as_of_other_tables(tmp_path: Path) -
     images = [b"1", b"2", b"3"]
     cells = ['["a cat", "a pet"]', "['c' 'd']", "e"]
     file = write_parquet(tmp_path / "lists.parquet", {"image": images, "caption": cells})
-    assert texts(file) == ["a cat", "c", "e"]
+    assert texts(file) == ["a cat", "a pet", "c", "d", "e"]
+    assert [item.caption and read_caption(item) for item in Stream([str(file)])] == ["a cat", "c", "e"]
     conversation = [{"from": "human", "value": "what?"}, {"from": "gpt", "value": "a dog"}]
     file = write_parquet(tmp_path / "llava.parquet", {"image": images, "conversations": [conversation] * 3})
     assert texts(file) == ["a dog"] * 3

@@ -343,11 +343,49 @@ def test_features_without_digests_name_the_command(
     assert len(str(caught.value).splitlines()) == 1 and f"--out {copy}-2" in str(caught.value)
 
 
+def test_drawn_captions_get_their_own_features(teacher: CLIP, tmp_path: Path) -> None:
+    with DatasetWriter(tmp_path / "set", samples_per_shard=5) as writer:
+        for number in range(8):
+            file = io.BytesIO()
+            Image.new("RGB", (20, 20), (30 * number, 0, 0)).save(file, "png")
+            captions = [f"number {number}", f"picture {number}", "the same"][: 1 + number % 3]
+            meta = {"captions": captions} if len(captions) > 1 else {}
+            image = Record(
+                key=f"{number}", image=file.getvalue(), extension="png", caption=captions[0], meta=meta
+            )
+            writer.write("train", image)
+        writer.finish({})
+    images = encode_with(teacher, tmp_path / "set", tmp_path / "images")
+    texts = tmp_path / "texts"
+    stream = Stream([str(tmp_path / "set")], captions=("captions",), kind="caption")
+    options = EncodeOptions(
+        sources=(str(tmp_path / "set"),), out=texts, quiet=True, rows_per_file=6, model=""
+    )
+    assert encode(stream, FeatureStream(teacher, batch_size=4, workers=0), options).done == 15
+    rule = CaptionRule(fields=("captions",), choice="random")
+    shards = Shards.of(find_shards(str(tmp_path / "set")), captions=rule)
+    features = StoredFeatures(images, texts)
+    features.check(shards)
+    order = Order(shards.counts, seed=4, batch_size=BATCH, wrap=True)
+    loader = Loader(shards=shards, order=order, image_size=16, tokenize=ClipTokenizer(), teacher=features)
+    drawn = set()
+    for batch in list(loader.batches(0, 6)):
+        assert batch.teacher is not None and batch.teacher.texts is not None
+        drawn |= {tuple(row) for row in batch.tokens.tolist()}
+        with torch.no_grad():
+            found = torch.nn.functional.normalize(teacher.encode_text(batch.tokens), dim=1)
+        assert torch.allclose(batch.teacher.texts.float(), found, atol=2e-3)
+    assert len(drawn) > 8
+    first = encode_with(teacher, tmp_path / "set", tmp_path / "first", kind="caption")
+    with pytest.raises(DataError, match="5 of 8 samples examined have no features"):
+        StoredFeatures(images, first).check(shards)
+
+
 def test_changed_captions_are_rejected(pairs: Path, stored: tuple[Path, Path]) -> None:
     shards = find_shards(str(pairs))
-    for rule in (CaptionRule(prefix="a "), CaptionRule(templates=("{}!",)), CaptionRule(choice="random")):
+    for rule in (CaptionRule(prefix="a "), CaptionRule(templates=("{}!",)), CaptionRule(split=" ")):
         changed = Shards.of(shards, captions=rule)
-        with pytest.raises(ConfigError, match="require unchanged captions: remove"):
+        with pytest.raises(ConfigError, match="are those of whole captions: remove"):
             StoredFeatures(*stored).check(changed)
         StoredFeatures(stored[0]).check(changed)
 
