@@ -85,6 +85,9 @@ def test_models_that_differ_in_more_than_weights_are_rejected(two: tuple[CLIP, C
     wider = create(replace(TINY, embed_dim=8), seed=0)
     with pytest.raises(ConfigError, match="differ in their architecture: only models trained from the same"):
         interpolate(first, wider, 0.5)
+    many, few = (create(TINY.replace_size(image_tokens=count), seed=0) for count in (16, 9))
+    with pytest.raises(ConfigError, match=r"differ in their largest number of patches \(16 and 9\)"):
+        interpolate(many, few, 0.5)
     grey = create(TINY, seed=0)
     grey.preprocess = replace(grey.preprocess, mean=(0.5, 0.5, 0.5))
     with pytest.raises(ConfigError, match="differ in their image preprocessing"):
