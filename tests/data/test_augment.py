@@ -297,7 +297,7 @@ def test_narrow_images_of_variable_size_are_blurred(width: int, height: int) -> 
     data = encoded(Image.fromarray(random_image(height, width)), "PNG")
     changed = []
     for seed in range(8):
-        whole = {"image_size": 16, "random": random_of(seed), "patches": patches}
+        whole: dict[str, Any] = {"image_size": 16, "random": random_of(seed), "patches": patches}
         plain, blurred = (empty_batch(1, 16, patches=patches)[0] for _ in range(2))
         training_pixels(data, augmentation=Augmentation(crop_scale=1.0), out=plain, **whole)
         training_pixels(data, augmentation=Augmentation(crop_scale=1.0, blur=1.0), out=blurred, **whole)
