@@ -45,6 +45,15 @@ SETTINGS = {
 Flags = npt.NDArray[np.bool_]
 
 
+def exchange_captions(captions: Sequence[str], fraction: float, seed: int) -> list[str]:
+    """Return captions of which a fraction, drawn at random, is exchanged with each other."""
+    exchanged = list(captions)
+    chosen = np.random.default_rng(seed).choice(len(captions), round(fraction * len(captions)), replace=False)
+    for i, other in zip(chosen, np.roll(chosen, 1), strict=True):
+        exchanged[i] = captions[other]
+    return exchanged
+
+
 def write_pairs(source: str, out: Path, seed: int, *, fraction: float = FRACTION) -> Flags:
     """Write the pairs of a source to shards with some captions exchanged, and return which."""
     samples: list[tuple[bytes, str, str]] = []  # image, extension, caption
@@ -56,11 +65,7 @@ def write_pairs(source: str, out: Path, seed: int, *, fraction: float = FRACTION
             assert data is not None and text is not None
             captions = json.loads(fields or "{}").get("captions", [text.decode()])
             samples += [(data, image, caption) for caption in captions]
-    random = np.random.default_rng(seed)
-    chosen = random.choice(len(samples), round(fraction * len(samples)), replace=False)
-    captions = [caption for _, _, caption in samples]
-    for i, other in zip(chosen, np.roll(chosen, 1), strict=True):
-        captions[i] = samples[other][2]
+    captions = exchange_captions([caption for _, _, caption in samples], fraction, seed)
     with DatasetWriter(out) as writer:
         for i, (data, extension, _) in enumerate(samples):
             record = Record(key=f"{i:06d}", image=data, extension=extension, caption=captions[i])

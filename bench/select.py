@@ -1,4 +1,4 @@
-"""Compare data selection with uniform sampling, by the samples that are trained and by FLOPs.
+"""Compare data selection with uniform sampling, by the samples that are trained, CPU time and FLOPs.
 
     python -m bench.select {emoji,flickr8k} [--noise 0 0.2] [--fractions 1 0.5 0.2] [--lengths 1 0.5]
         [--seeds 0 1 2] [--work runs/select] [--name NAME] [--flickr8k FOLDER] [KEY=VALUE …]
@@ -28,11 +28,10 @@ from resource import RUSAGE_CHILDREN, getrusage
 from statistics import mean, stdev
 from typing import Any
 
-import numpy as np
 import pyarrow
 import pyarrow.csv
 
-from bench.dirty_pairs import write_pairs
+from bench.dirty_pairs import exchange_captions, write_pairs
 from bench.flickr8k import write_tables
 from clipkit.config import Config, load_config
 from clipkit.training.costs import measure_workload, step_flops, workloads_of
@@ -52,15 +51,6 @@ FLICKR8K = (
     "lock.views=1", "data.flip=0", "batch_size=128", "steps=940", "optim.lr=3e-4", "optim.warmup=47",
     "checkpoint.best=", "eval.patience=0", "eval.every_steps=188",
 )  # fmt: skip
-
-
-def exchange_captions(table: Path, out: Path, fraction: float) -> None:
-    """Write a table of images and captions with a fraction of the captions exchanged."""
-    rows = pyarrow.csv.read_csv(table)
-    captions = rows["caption"].to_numpy(zero_copy_only=False)
-    chosen = np.random.default_rng(0).choice(len(captions), round(fraction * len(captions)), replace=False)
-    captions[chosen] = captions[np.roll(chosen, 1)]
-    pyarrow.csv.write_csv(pyarrow.table({"image": rows["image"], "caption": captions}), out)
 
 
 def run_program(*command: str) -> float:
@@ -154,7 +144,10 @@ def main() -> None:
     name, config_file = arguments.name or arguments.source, CONFIGS[arguments.source]
     stated = [*settings]
     if arguments.heads:
-        stated = [*(HEADS if arguments.source == "emoji" else FLICKR8K), *settings]  # without paths
+        stated = [
+            *(HEADS if arguments.source == "emoji" else FLICKR8K),
+            *settings,
+        ]  # without paths of weights
         weights, folder = arguments.heads
         towers = [
             f"model.image_weights={weights}",
@@ -173,7 +166,9 @@ def main() -> None:
         if path.exists():
             continue
         if arguments.source == "flickr8k":
-            exchange_captions(work / "train.csv", path, float(noise))
+            table = pyarrow.csv.read_csv(work / "train.csv")
+            captions = exchange_captions(table["caption"].to_pylist(), float(noise), 0)
+            pyarrow.csv.write_csv(pyarrow.table({"image": table["image"], "caption": captions}), path)
         else:
             write_pairs(arguments.source, path, 0, fraction=float(noise))
     stored = json.loads(RESULT.read_text()) if RESULT.exists() else {}

@@ -104,7 +104,7 @@ def report_errors() -> Iterator[None]:
     except ModuleNotFoundError as error:
         if not (extra := _find_extra(error.name or "")):
             raise
-        status = _report_error(f"this requires {error.name}: pip install -e '.[{extra}]'")
+        status = _report_error(f"{error.name} is not installed: pip install -e '.[{extra}]'")
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             _print_to_stderr("; ".join(["stopped", *map(str, stop.args)]))
@@ -119,9 +119,9 @@ def _find_extra(module: str) -> str:
     package = module.partition(".")[0]
     with suppress(PackageNotFoundError):
         for requirement in requires("clipkit") or ():
-            found = re.fullmatch(rf"{re.escape(package)}\b[^;]*; extra == \W(\w+)\W", requirement)
-            if found:
-                return found[1]
+            pattern = rf"{re.escape(package)}\b[^;]*; extra == ['\"](\w+)['\"]"
+            if (match := re.fullmatch(pattern, requirement)) is not None:
+                return match[1]
     return ""
 
 

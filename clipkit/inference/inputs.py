@@ -190,7 +190,7 @@ class Stream:
         if cache is not None:
             cache.prefetch([part.files[0] for part in parts], threads=_AHEAD, were_counted=False)
         names = None  # of members, once there is a sample
-        several = False  # captions of a sample, which are then read at once
+        has_several = False  # whether samples have several captions, which are read before they are encoded
         for part in parts:
             file = part.files[0]
             source = readable(file.shown)
@@ -202,23 +202,26 @@ class Stream:
             if names is None and len(samples):
                 _check_names(samples, source, self._image, self._captions)
                 names = self._select_names(samples)
-                several = self.kind == "caption" and _have_several(samples, names[1])
+                has_several = self.kind == "caption" and _have_several_captions(samples, names[1])
             image, captions = names or (self._image, self._captions)
             stamp = f"{file.size} {file.version}"
             if image or captions:
                 stamp = f"{stamp} {image} {captions}"
-            if several:
+            if has_several:
                 yield from self._items(samples, captions, has_captions=True)
-            for i in range(0 if several else len(samples)):
-                sample = Sample(samples=samples, i=i, image=image, captions=captions)
-                has_caption = bool(samples.caption_column) or _may_have_caption(samples.members(i), captions)
-                yield Item(
-                    source=readable(samples.locate(i)[0]),
-                    key=readable(samples.key(i)),
-                    image=sample,
-                    caption=sample if has_caption else None,
-                    stamp=stamp,
-                )
+            else:
+                for i in range(len(samples)):
+                    sample = Sample(samples=samples, i=i, image=image, captions=captions)
+                    has_caption = bool(samples.caption_column) or _may_have_caption(
+                        samples.members(i), captions
+                    )
+                    yield Item(
+                        source=readable(samples.locate(i)[0]),
+                        key=readable(samples.key(i)),
+                        image=sample,
+                        caption=sample if has_caption else None,
+                        stamp=stamp,
+                    )
             for fault in samples.faults:
                 yield Item(source=source, key="", cause=fault)
 
@@ -300,7 +303,7 @@ def _find_names(samples: Samples, image: str, captions: Sequence[str]) -> tuple[
     return has_image, has_caption, names
 
 
-def _have_several(samples: Samples, names: Sequence[str]) -> bool:
+def _have_several_captions(samples: Samples, names: Sequence[str]) -> bool:
     """Return whether one of the first samples has several captions."""
     for i in range(min(_EXAMINED, len(samples))):
         with suppress(DataError):

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from clipkit.errors import ConfigError
+from clipkit.errors import ConfigError, DataError
 from clipkit.model.towers import (
     AttentionPooling,
     Mlp,
@@ -78,6 +78,8 @@ class PatchBudget:
             else:
                 high = middle
         rows, columns = count_patches(low)
+        if rows * columns > self.count:  # even at the smallest scale
+            raise DataError(f"an image of {width} x {height} pixels is too long for {self.count} patches")
         return rows * self.side, columns * self.side
 
     def write_strip(self, pixels: Tensor, strip: Tensor) -> None:

@@ -293,9 +293,8 @@ def _resize_image(image: "Image", preprocess: Preprocess) -> "Image":
     resample = Resampling[preprocess.interpolation.upper()]
     width, height = image.size
     if preprocess.patches is not None:
-        if (
-            image.mode != "L"
-        ):  # colors first, as in training and in transformers: palettes are not interpolated
+        if image.mode != "L":
+            # as in training and in transformers, which resize colors and not numbers of a palette
             image = image.convert("RGB")
         high, wide = preprocess.patches.fit_size(height, width)
         return image.resize((wide, high), resample)

@@ -352,7 +352,7 @@ class Teacher:
         if not torch.equal(_cut(tokens, length), _cut(student_tokens, length)):
             raise ConfigError(
                 f"{label} has another tokenizer than {student.name}: choose a model with its tokenizer, or store "
-                f"its features and set distill.features"
+                "its features and set distill.features"
             )
 
     def __call__(self, images: Tensor, tokens: Tensor) -> Teaching:

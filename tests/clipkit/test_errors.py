@@ -36,7 +36,10 @@ def test_user_error_prints_one_line() -> None:
 
 def test_missing_package_names_the_extra() -> None:
     done = run("sys.modules['h5py'] = None; import h5py")
-    assert (done.returncode, done.stderr) == (1, "error: this requires h5py: pip install -e '.[formats]'\n")
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: h5py is not installed: pip install -e '.[formats]'\n",
+    )
     assert "ModuleNotFoundError" in run("import unknown_module").stderr
 
 

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 import clipkit
-from clipkit.errors import CheckpointError, ConfigError
+from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.export import export
 from clipkit.formats.checkpoint import save_model
 from clipkit.model.architectures import Architecture, NaFlexTower, TextTower, VisionTower
@@ -43,6 +43,11 @@ def test_sizes_are_those_of_transformers(height: int, width: int, side: int, cou
 
     budget = PatchBudget(side=side, count=count)
     assert budget.fit_size(height, width) == get_image_size_for_max_num_patches(height, width, side, count)
+
+
+def test_images_that_no_scale_fits_are_refused() -> None:
+    with pytest.raises(DataError, match="60000000 x 1 pixels is too long for 12 patches"):
+        PatchBudget(side=4, count=12).fit_size(1, 60_000_000)
 
 
 @pytest.mark.parametrize("mode", ["P", "1", "L", "LA", "RGBA", "CMYK"])
