@@ -101,8 +101,7 @@ def watch_attention(model: CLIP, use: Callable[[int, Tensor], Tensor | None]) ->
         after.callback(setattr, F, "scaled_dot_product_attention", plain)
         after.callback(torch.backends.mha.set_fastpath_enabled, fast)
         setattr(F, "scaled_dot_product_attention", attend)  # noqa: B010
-        after.callback(setattr, towers, "FEW_TOKENS", towers.FEW_TOKENS)
-        towers.FEW_TOKENS = 0  # so that clipkit's towers call torch's function too
+        after.enter_context(towers.fused_attention())  # so that clipkit's towers call torch's function too
         torch.backends.mha.set_fastpath_enabled(False)  # of nn.MultiheadAttention, which calls no function
         for i, block in enumerate(blocks):
 

@@ -34,6 +34,7 @@ from clipkit.model.towers import (
     at_least_float32,
     attention_by_length,
     attention_varlen,
+    choose_multiple,
     normalize_halves,
     pack,
     reset_layers,
@@ -236,8 +237,7 @@ class CLIP(nn.Module):
         rows = self._lay_out_texts(tokens, lengths)
         hidden = self.ln_final(self.transformer.compute_tokens(self._embed_texts(tokens, rows), rows))
         if isinstance(rows, Packed):
-            padded = hidden.new_zeros(*tokens.shape, hidden.shape[-1])  # (B, L, D)
-            hidden = padded.index_put((rows.rows, rows.positions), hidden)
+            hidden = rows.unpack(hidden, tokens.shape[1])
         readout = hidden[torch.arange(len(tokens), device=tokens.device), tokens.argmax(dim=-1)]
         return self._finish_features(readout @ self.text_projection), hidden
 
@@ -405,7 +405,7 @@ class CLIP(nn.Module):
         first = self.transformer.blocks[0]
         head_width = self.text_projection.shape[0] // first.attn.heads
         attention = attention_by_length
-        if supports_varlen(tokens.device, self.text_projection.dtype, head_width=head_width):
+        if supports_varlen(self.text_projection, head_width=head_width):
             attention = attention_varlen
         elif first.kernels is not None and first.training:
             # by length, each batch would compile its own lengths
@@ -416,6 +416,7 @@ class CLIP(nn.Module):
             causal=text.is_causal,
             attention=attention,
             device=tokens.device,
+            multiple=choose_multiple(self.text_projection, longest=tokens.shape[1]),
         )
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from clipkit.distributed import alone
 from clipkit.model.architectures import Architecture
 from clipkit.model.clip import CLIP
-from clipkit.model.towers import grid_weights
+from clipkit.model.towers import fused_attention, grid_weights
 
 _ROWS = 2  # with one, batch norms have no variance
 _CPU, _META = torch.device("cpu"), torch.device("meta")
@@ -461,7 +461,13 @@ def measuring() -> Iterator[Meter]:
         Unmeasurable: something reads values.
     """
     try:
-        with torch.random.fork_rng(devices=[]), torch.enable_grad(), alone(), Meter() as meter:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.enable_grad(),
+            fused_attention(),
+            alone(),
+            Meter() as meter,
+        ):
             yield meter
     except (RuntimeError, TypeError, ValueError) as error:
         raise Unmeasurable(str(error)) from error

@@ -164,7 +164,7 @@ class PackedVisionTransformer(VisionTransformer):
         has_class = self.attn_pool is None
         attention = attention_by_length
         head_width = self.proj.shape[0] // self.transformer.blocks[0].attn.heads
-        if supports_varlen(images.device, self.proj.dtype, head_width=head_width):
+        if supports_varlen(self.proj, head_width=head_width):
             attention = attention_varlen
         rows = pack(
             [height * width + has_class for height, width in grids],

@@ -8,7 +8,8 @@ without renaming.
 
 import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -99,18 +100,24 @@ class Cached(Padded):
 class Packed:
     """Concatenated texts (T, …), shortest first, each read at its last token.
 
+    A filler, a copy of the first tokens of row 0, may be among them.
+
     Attributes:
-        rows: (T,) int64, the row of each token in the padded batch.
+        texts: (T,) int64, the text of each token in the packed batch.
+        rows: (T,) int64, its row in the padded batch.
         positions: (T,) int64, its position in the row.
         starts: (B + 1,) int32, where each text begins, and the end of the last.
-        order: (B,) int64, the row of each text of the packed batch.
+        order: (B,) int64, the row of each text of the packed batch; of a filler a further row.
+        size: number of rows of the padded batch.
         counts: (texts, length) for each length that occurs, ascending.
     """
 
+    texts: Tensor
     rows: Tensor
     positions: Tensor
     starts: Tensor
     order: Tensor
+    size: int
     counts: tuple[tuple[int, int], ...]
     longest: int
     causal: bool
@@ -128,11 +135,16 @@ class Packed:
         """Select the last token of each text: (T, D) → (B, D)."""
         return x[self.starts[1:].long() - 1]
 
+    def unpack(self, tokens: Tensor, length: int) -> Tensor:
+        """Lay out tokens (T, D) as in the padded batch, (B, L, D), with 0 behind the texts."""
+        padded = tokens.new_zeros(len(self.order), length, tokens.shape[-1])
+        return padded.index_put((self.order[self.texts], self.positions), tokens)[: self.size]
+
     def restore_order(self, features: Tensor) -> Tensor:
         """Sort features (B, O) of the packed batch into the order of the padded one."""
         inverse = torch.empty_like(self.order)
         inverse[self.order] = torch.arange(len(self.order), device=self.order.device)
-        return features[inverse]
+        return features[inverse[: self.size]]
 
 
 AttentionFunction: TypeAlias = Callable[..., Tensor]  # (q, k, v, packed, *, ends_only) → (T or B, H, E)
@@ -145,6 +157,7 @@ def pack(
     causal: bool = True,
     attention: AttentionFunction,
     device: torch.device,
+    multiple: int = 1,
 ) -> Packed:
     """Pack texts of the given lengths.
 
@@ -152,7 +165,11 @@ def pack(
         lengths: number of tokens of each row including end of text; on the host, to avoid a synchronization.
         longest: upper bound of the lengths; constant, so that compiled kernels are reused between batches.
         causal, attention: see ``Packed``.
+        multiple: a filler makes the number of tokens a multiple of this; at most the length of the padded rows.
     """
+    size = len(lengths)
+    if filler := -sum(lengths) % multiple:
+        lengths = [*lengths, filler]
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
     ascending = sorted(lengths)
     counts = tuple((len(list(texts)), length) for length, texts in groupby(ascending))
@@ -165,10 +182,12 @@ def pack(
     texts = torch.arange(len(order), device=device)
     text = texts.repeat_interleave(sizes, output_size=total)  # (T,); the size avoids a synchronization
     return Packed(
-        rows=source_rows[text],
+        texts=text,
+        rows=source_rows[text].remainder(max(1, size)),  # 0 of the filler
         positions=torch.arange(total, device=device) - starts[text],
         starts=starts.to(torch.int32),
         order=source_rows,
+        size=size,
         counts=counts,
         longest=longest,
         causal=causal,
@@ -176,12 +195,18 @@ def pack(
     )
 
 
-def supports_varlen(device: torch.device, dtype: torch.dtype, *, head_width: int) -> bool:
-    """Return whether ``attention_varlen`` supports a device, for weights of the given dtype."""
+def dtype_of_products(weight: Tensor) -> torch.dtype:
+    """Return the dtype in which products with a weight are computed, considering ``torch.autocast``."""
+    kind = weight.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+
+
+def supports_varlen(weight: Tensor, *, head_width: int) -> bool:
+    """Return whether ``attention_varlen`` supports a tower with such weights."""
+    device = weight.device
     if device.type != "cuda" or head_width % 8 or torch.cuda.get_device_capability(device) < (8, 0):
         return False  # flash attention needs Ampere
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else dtype
-    if dtype not in (torch.bfloat16, torch.float16):
+    if dtype_of_products(weight) not in (torch.bfloat16, torch.float16):
         return False
     # registers operators, which must not happen for the first time while a block is compiled
     importlib.import_module("torch.nn.attention.varlen")
@@ -204,7 +229,31 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     return out
 
 
-FEW_TOKENS = 64  # of a row, up to which batched products are faster on several cores
+SIMILAR = 16  # tokens
+_FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}  # of a row
+_FILL_TO = 64  # tokens
+_is_fused = False
+
+
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Compute attention by torch's function on CPUs too, and pack texts without a filler, as on GPUs."""
+    global _is_fused
+    before, _is_fused = _is_fused, True
+    try:
+        yield
+    finally:
+        _is_fused = before
+
+
+def choose_multiple(weight: Tensor, *, longest: int) -> int:
+    """Return the number of which the tokens of packed texts should be a multiple, at most ``longest``.
+
+    In bfloat16 on a CPU, oneDNN compiles each product again for another number of tokens, which takes 3 ms.
+    """
+    if _is_fused or weight.device.type != "cpu" or dtype_of_products(weight) != torch.bfloat16:
+        return 1
+    return min(_FILL_TO, 1 << (longest.bit_length() - 1))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -240,57 +289,64 @@ def attention_weights(
 
 
 def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
-    """Return whether batched products are faster than torch's attention.
+    """Return whether batched products are faster than torch's attention for rows of so many tokens.
 
-    On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens. Compiled
-    blocks always use it: a decision by the number of tokens would compile several graphs.
+    On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens, and its
+    gradients in bfloat16 take several times as long as those of products. Compiled blocks always use it: a decision
+    by the number of tokens would compile several graphs.
     """
-    if torch.compiler.is_compiling() or k.device.type != "cpu":
+    if _is_fused or torch.compiler.is_compiling() or k.device.type != "cpu":
         return False
-    return tokens <= FEW_TOKENS and k.dtype == torch.float32 and torch.get_num_threads() > 1
-
-
-def _attend_padded(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
-    """Attend over all texts at the same time, padded to the longest."""
-    places = (packed.rows, packed.positions)
-    longest = packed.counts[-1][1]
-
-    def pad(tokens: Tensor) -> Tensor:
-        """(T, H, E) → (B, H, L, E)."""
-        padded = tokens.new_zeros(len(packed.order), longest, *tokens.shape[1:])
-        return padded.index_put(places, tokens).transpose(1, 2)
-
-    mask = None
-    if ends_only or not packed.causal:
-        sizes = packed.restore_order(packed.starts.diff())
-        mask = (torch.arange(longest) < sizes[:, None])[:, None, None]  # (B, 1, 1, L)
-    if ends_only:
-        query = packed.restore_order(q)[:, :, None]  # (B, H, 1, E)
-        return attend(query, pad(k), pad(v), mask=mask)[packed.order, :, 0]
-    return attend(pad(q), pad(k), pad(v), mask=mask, causal=packed.causal).transpose(1, 2)[places]
+    faster_in_training = k.dtype == torch.bfloat16 and k.requires_grad
+    faster_on_cores = k.dtype == torch.float32 and torch.get_num_threads() > 1
+    return (faster_in_training or faster_on_cores) and tokens <= _FEW_TOKENS[k.dtype]
 
 
 def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_only: bool) -> Tensor:
     """Attend by plain attention over all texts of one length at a time, on any device.
 
-    Texts of one length are contiguous, so each group is a view of the packed row without padding. On a CPU, short
-    texts of similar lengths are padded, which is faster.
+    Texts of one length are contiguous, so each group is a view of the packed row without padding. Where products
+    are faster, texts of up to the same multiple of ``SIMILAR`` tokens are one group, padded to the longest.
     """
     if not packed.counts:
         return q
-    longest = packed.counts[-1][1]
-    if _is_faster_by_products(k, tokens=longest) and longest * len(packed.order) <= 2 * len(k):
-        return _attend_padded(q, k, v, packed, ends_only=ends_only)
-    text_counts = [texts for texts, _ in packed.counts]
-    sizes = [texts * length for texts, length in packed.counts]
-    queries = q.split(text_counts if ends_only else sizes)
-    outputs = []
-    for texts, *group in zip(text_counts, queries, k.split(sizes), v.split(sizes), strict=True):
-        query, key, value = (tensor.unflatten(0, (texts, -1)).transpose(1, 2) for tensor in group)
-        # (texts, H, length, E)
-        out = F.scaled_dot_product_attention(query, key, value, is_causal=packed.causal and not ends_only)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    multiple = SIMILAR if _is_faster_by_products(k, tokens=packed.counts[-1][1]) else 1
+    outputs: list[Tensor] = []
+    text = token = 0  # where the group begins
+    for _, group in groupby(packed.counts, key=lambda count: -(-count[1] // multiple)):
+        counts = list(group)
+        longest = counts[-1][1]
+        texts = slice(text, text + sum(number for number, _ in counts))
+        tokens = slice(token, token + sum(number * length for number, length in counts))
+        places, mask = None, None
+        if len(counts) > 1:
+            places = packed.texts[tokens] - text, packed.positions[tokens]
+            if ends_only or not packed.causal:
+                lengths = packed.starts.diff()[texts]
+                mask = (torch.arange(longest, device=k.device) < lengths[:, None])[
+                    :, None, None
+                ]  # (B, 1, 1, L)
+        text, token = texts.stop, tokens.stop
+        shape = texts.stop - texts.start, longest
+        key, value = _pad(k[tokens], shape, places), _pad(v[tokens], shape, places)
+        if ends_only:
+            query = q[texts][:, :, None]  # (B, H, 1, E)
+            outputs.append(attend(query, key, value, mask=mask).squeeze(2))
+        else:
+            query = _pad(q[tokens], shape, places)
+            out = attend(query, key, value, mask=mask, causal=packed.causal).transpose(1, 2)
+            outputs.append(out.flatten(0, 1) if places is None else out[places])
     return torch.cat(outputs)
+
+
+def _pad(tokens: Tensor, shape: tuple[int, int], places: tuple[Tensor, Tensor] | None) -> Tensor:
+    """Lay out tokens (T, H, E) as rows (B, H, L, E) of the shape (B, L), at the given places or without padding."""
+    rows: Tensor
+    if places is None:
+        rows = tokens.unflatten(0, shape)
+    else:
+        rows = tokens.new_zeros(*shape, *tokens.shape[1:]).index_put(places, tokens)
+    return rows.transpose(1, 2)
 
 
 Rows: TypeAlias = Padded | Packed

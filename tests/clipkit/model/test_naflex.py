@@ -115,6 +115,7 @@ def strips_of(model: CLIP) -> Tensor:
     ids=str,
 )
 def test_packed_gradients_are_those_of_one_image_at_a_time(changes: Any, dtype: torch.dtype) -> None:
+    close = 4e-6 if dtype == torch.float32 else 1e-12
     model = make_model(dtype=dtype, **changes)
     strips = strips_of(model)
     weights = torch.randn(len(strips), 16, dtype=dtype, generator=torch.Generator().manual_seed(0))
@@ -127,13 +128,13 @@ def test_packed_gradients_are_those_of_one_image_at_a_time(changes: Any, dtype: 
     model.zero_grad()
     for i in range(len(strips)):
         alone = model.encode_image(strips[i : i + 1])
-        assert (alone - together[i]).abs().max() < 1e-6
+        assert (alone - together[i]).abs().max() < 1e-6  # features are float32
         (alone * weights[i]).sum().backward()
     for name, parameter in model.named_parameters():
         if name in gradients:
             assert parameter.grad is not None
             difference = (parameter.grad - gradients[name]).abs().max()
-            assert difference <= 1e-6 * max(1.0, float(gradients[name].abs().max())), name
+            assert difference <= close * max(1.0, float(gradients[name].abs().max())), name
 
 
 def test_a_square_image_has_the_features_of_a_square_tower() -> None:

@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import clipkit.model.clip
-from clipkit.model.clip import CLIP
+from clipkit.model.clip import CLIP, create
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, supports_varlen
 
@@ -146,6 +147,32 @@ def test_features_and_gradients_on_two_cores(tiny: CLIP) -> None:
         torch.testing.assert_close(gradients_of_two[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_features_and_gradients_in_bfloat16(tiny: CLIP, causal: bool) -> None:
+    text = tiny.architecture.text.replace_attention(causal=causal)
+    model = create(replace(tiny.architecture, text=text), seed=0)
+    tokens = texts(LENGTHS)
+    exact = model.encode_text(tokens, lengths=LENGTHS)
+    wanted = gradients(model, exact)
+    with torch.autocast("cpu", torch.bfloat16):
+        features = model.encode_text(tokens, lengths=LENGTHS)
+    assert (features - exact).abs().max() < 0.01
+    for name, gradient in gradients(model, features).items():
+        difference = torch.linalg.vector_norm(gradient - wanted[name])
+        assert difference < 0.03 * torch.linalg.vector_norm(wanted[name]), name
+
+
+@given(lengths=st.lists(st.integers(1, 16), max_size=20))
+def test_a_filler_changes_no_text(lengths: list[int]) -> None:
+    packed = pack(lengths, longest=16, attention=attention_by_length, device=CPU, multiple=16)
+    assert len(packed.rows) == len(packed.positions) == -(-sum(lengths) // 16) * 16
+    behind = torch.arange(16) >= torch.tensor(lengths)[:, None]
+    tokens = packed.unpack(packed.positions[:, None] + 1, 16).squeeze(2)
+    assert torch.equal(tokens, torch.arange(1, 17).masked_fill(behind, 0))
+    ends = packed.select_readout(torch.stack([packed.rows, packed.positions], dim=1))
+    assert packed.restore_order(ends).tolist() == [[row, length - 1] for row, length in enumerate(lengths)]
+
+
 def test_linear_layers_process_only_real_tokens(tiny: CLIP, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[torch.Size] = []
     linear = F.linear
@@ -161,7 +188,7 @@ def test_linear_layers_process_only_real_tokens(tiny: CLIP, monkeypatch: pytest.
 
 
 def test_varlen_kernel_is_not_used_on_cpu(tiny: CLIP) -> None:
-    assert not supports_varlen(CPU, torch.bfloat16, head_width=64)
+    assert not supports_varlen(torch.zeros(64, 64, dtype=torch.bfloat16), head_width=64)
     half = tiny.bfloat16()
     with torch.no_grad():
         assert half.encode_text(texts([3, 9]), lengths=[3, 9]).dtype == torch.float32
@@ -178,7 +205,7 @@ def test_packed_features_equal_padded_ones_on_gpu(tiny: CLIP, how: str) -> None:
     wanted = gradients(exact, want)
     model = exact if how == "autocast" else exact.to(getattr(torch, how))
     with torch.autocast("cuda", torch.bfloat16, enabled=how == "autocast"):
-        assert supports_varlen(device, model.text_projection.dtype, head_width=16)
+        assert supports_varlen(model.text_projection, head_width=16)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")  # no synchronization with the device

@@ -17,6 +17,7 @@ from clipkit.config import LossConfig, OptimConfig
 from clipkit.model import create_architecture
 from clipkit.model.clip import CLIP
 from clipkit.model.measure import _to_float32
+from clipkit.model.towers import fused_attention
 from clipkit.objectives.clip import Clip
 from clipkit.training import optim, parallel
 from clipkit.training.step import TrainingStep
@@ -63,7 +64,7 @@ def test_forward_loss_and_backward() -> None:
             if isinstance(module, nn.LayerNorm):
                 module.register_forward_pre_hook(_to_float32)
         batch = equal_captions(shape, 32)
-        with Operations() as operations:
+        with fused_attention(), Operations() as operations:
             step.gradients(model, batch, 0)
             parallel.clip_gradients(model, 1.0)
     assert operations.count <= 635 and operations.bytes <= 273e6

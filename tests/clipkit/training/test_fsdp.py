@@ -20,7 +20,7 @@ from clipkit.model.architectures import ARCHITECTURES, PixelTower
 from clipkit.model.clip import CLIP, create
 from clipkit.model.measure import _to_float32
 from clipkit.model.tokenizer import END_OF_TEXT
-from clipkit.model.towers import ResidualAttentionBlock
+from clipkit.model.towers import ResidualAttentionBlock, fused_attention
 from clipkit.objectives import TERMS
 from clipkit.training.costs import Workload, communication_of, measure_step, measure_workload, memory_of
 from clipkit.training.parallel import blocks, linear_parameters, shard, without_values
@@ -92,7 +92,7 @@ def test_estimated_activations_are_what_autograd_saves() -> None:
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
+    with hooks, fused_attention(), torch.autocast("cpu", torch.bfloat16):
         features = model(images, tokens, lengths=[77] * rows)
     for module in model.modules():
         if isinstance(module, FSDPModule):
