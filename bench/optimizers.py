@@ -61,8 +61,9 @@ SETTINGS = {
         "lock.views=1",
     ),
     "emoji": (
-        "configs/emoji.toml", "model.image=timm:tf_efficientnet_lite0", "model.image_size=96",
-        "lock.image=backbone", "lock.store=true", "data.crop_scale=1", "data.color_jitter=0", "data.grayscale=0",
+        "configs/emoji.toml", "model.image=timm:tf_efficientnet_lite0", "model.image_options=",
+        "model.image_size=96", "lock.image=backbone", "lock.store=true", "data.crop_scale=1", "data.color_jitter=0",
+        "data.grayscale=0",
     ),
 }  # fmt: skip
 LAST_STEP_ONLY = (

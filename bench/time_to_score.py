@@ -17,7 +17,9 @@ Rules:
 * open_clip's trainer does not evaluate on these datasets. It writes a checkpoint where clipkit evaluates, every
   ``--every`` steps, and the checkpoints are scored afterwards. Its time at checkpoint k is its own time until that
   is written, plus k times the seconds of clipkit's median evaluation.
-* Both use the same batch size, precision, images, augmentation, context length and cores (``--cores`` of them).
+* Both use the same batch size, precision, images, augmentation, context length and cores (``--cores`` of them), and
+  the same model, except that open_clip's cannot have the recipe's ``model.image_options``, half of a ResNet's
+  channels: its ResNet has all.
   clipkit has the settings of its recipe, and its schedule the best of ``--own-lengths``, multiples of the recipe's
   number of steps. open_clip has AdamW with its default moments, the warm-up, weight decay and clipping of the
   recipes with AdamW, and the best of ``--rates``. If no rate reaches the targets with the first of ``--lengths``,
@@ -332,7 +334,8 @@ def peer_model(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return open_clip's configuration of the model that clipkit trains, and of the preprocessing."""
     shape = shape_of(config.model, config.loss, config.small, terms=select_terms(config), sizes=config.shape)
     # to_open_clip refuses towers of timm at another size, because not all of them accept it
-    plain = shape_of(replace(config.model, image_size=0), config.loss, config.small, sizes=config.shape)
+    model = replace(config.model, image_size=0, image_options="")
+    plain = shape_of(model, config.loss, config.small, sizes=config.shape)
     found = to_open_clip(plain)
     found["vision_cfg"]["image_size"] = shape.vision.image_size
     preprocess = Preprocess(image_size=shape.vision.image_size).to_dict()
