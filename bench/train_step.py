@@ -1,14 +1,15 @@
 """Compare the speed of a training step with open_clip's, computing the same loss and gradients.
 
-    python bench/train_step.py [--model ViT-B-32] [--batch-size 32] [--rounds 5]
+    python bench/train_step.py [--model ViT-B-32] [--batch-size 32] [--rounds 5] [--precision fp32]
 
 Both train the same weights on the same images and captions (16 tokens on average, including start and end),
 as their own trainers do: open_clip with captions padded to 77, its loss and AdamW; clipkit with its loss and
 AdamW. Steps alternate, so that changes in machine load affect both. Loss and gradients of one batch are
-compared first. Data loading is excluded. The ratio is a ratio of medians.
+compared first. Data loading is excluded. The ratio is a ratio of medians. With ``--precision bf16`` both compute
+under autocast.
 
-Bound: both are matrix products in fp32. The result includes the rate of a plain product of 1,024 × 1,024
-matrices in the same run, and the rate of the step in useful model FLOPs (without padding).
+Bound: both are matrix products. The result includes the rate of a plain product of 1,024 × 1,024 matrices in the
+same run and precision, and the rate of the step in useful model FLOPs (without padding).
 """
 
 import argparse
@@ -65,18 +66,22 @@ def make_pairs(shape: Architecture, batch_size: int) -> Pairs:
     return Pairs(images=images, normalized=(images.float() / 255 - mean) / std, tokens=tokens)
 
 
-def clipkit_step(model: clipkit.CLIP, pairs: Pairs) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
+def clipkit_step(
+    model: clipkit.CLIP, pairs: Pairs, *, bf16: bool
+) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
     optimizer = adamw(model, CONFIG)
 
     def gradients() -> Tensor:
         optimizer.zero_grad(set_to_none=True)
         inputs = {"images": pairs.images, "tokens": pairs.tokens}
-        return backward(model, inputs, loss=clipkit.clip_loss, parts=1, autocast=False).loss
+        return backward(model, inputs, loss=clipkit.clip_loss, parts=1, autocast=bf16).loss
 
     return gradients, optimizer
 
 
-def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
+def open_clip_step(
+    model: Any, pairs: Pairs, *, bf16: bool
+) -> tuple[Callable[[], Tensor], torch.optim.Optimizer]:
     """Return a step like open_clip's trainer: the same two parameter groups, AdamW with its defaults."""
     loss_of = open_clip.ClipLoss()
     plain = [p for name, p in model.named_parameters() if p.ndim < 2 or "logit_scale" in name]
@@ -90,7 +95,8 @@ def open_clip_step(model: Any, pairs: Pairs) -> tuple[Callable[[], Tensor], torc
 
     def gradients() -> Tensor:
         optimizer.zero_grad()
-        value: Tensor = loss_of(*model(pairs.normalized, pairs.tokens))
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            value: Tensor = loss_of(*model(pairs.normalized, pairs.tokens))
         torch.autograd.backward(value)
         return value.detach()
 
@@ -107,9 +113,9 @@ def compare(own: tuple[Any, Tensor], reference: tuple[Any, Tensor]) -> dict[str,
     return {"loss": abs(float(own[1] - reference[1])), "gradient": worst}
 
 
-def gemm_rate() -> float:
-    """Measure FLOP/s of a 1,024 × 1,024 matrix product in fp32."""
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+def gemm_rate(dtype: torch.dtype) -> float:
+    """Measure FLOP/s of a 1,024 × 1,024 matrix product."""
+    a, b = torch.randn(2, 1024, 1024, dtype=dtype)
     times = []
     for _ in range(15):
         began = time.perf_counter()
@@ -147,20 +153,25 @@ def main() -> None:
     parser.add_argument("--model", default="ViT-B-32")
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     options = parser.parse_args()
+    bf16 = options.precision == "bf16"
     shape = create_architecture(options.model)
     pairs = make_pairs(shape, options.batch_size)
     own = clipkit.create(options.model, seed=0).train()
     reference = open_clip.create_model(options.model).train()
     reference.load_state_dict(own.state_dict())
-    steps = {"clipkit": clipkit_step(own, pairs), "open_clip": open_clip_step(reference, pairs)}
+    steps = {
+        "clipkit": clipkit_step(own, pairs, bf16=bf16),
+        "open_clip": open_clip_step(reference, pairs, bf16=bf16),
+    }
     difference = compare((own, steps["clipkit"][0]()), (reference, steps["open_clip"][0]()))
     for gradients, optimizer in steps.values():
         timed(gradients, optimizer)  # creates the optimizer state
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     rates = []
     for i in range(options.rounds):
-        rates.append(gemm_rate())
+        rates.append(gemm_rate(torch.bfloat16 if bf16 else torch.float32))
         for name, step in steps.items():
             seconds[name].append(timed(*step))
         print(f"round {i + 1}: " + ", ".join(f"{k} {v[-1][0]:.2f} s" for k, v in seconds.items()))
@@ -180,6 +191,7 @@ def report(
     useful = useful_flops(shape, pairs.tokens)
     result = {
         "model": options.model,
+        "precision": options.precision,
         "batch_size": options.batch_size,
         "mean_tokens": float((pairs.tokens.argmax(dim=1) + 1).float().mean()),
         "threads": torch.get_num_threads(),
@@ -201,7 +213,8 @@ def report(
         ],
     }
     RESULTS.mkdir(exist_ok=True)
-    (RESULTS / f"train_step_{options.model}.json").write_text(json.dumps(result, indent=2) + "\n")
+    suffix = "" if options.precision == "fp32" else f"_{options.precision}"
+    (RESULTS / f"train_step_{options.model}{suffix}.json").write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps({k: v for k, v in result.items() if k != "seconds"}, indent=2))
     rates = result["samples_per_second"]
     assert isinstance(rates, dict)
