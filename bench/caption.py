@@ -123,7 +123,11 @@ def compare_steps(batch_size: int, rounds: int) -> dict[str, Any]:
             found, _ = timed(*step)
             if i:  # the first is a warm-up
                 seconds[name].append(found)
-    result: dict[str, Any] = {"batch_size": batch_size, "seconds": seconds, "gemm_flops": gemm_rate()}
+    result: dict[str, Any] = {
+        "batch_size": batch_size,
+        "seconds": seconds,
+        "gemm_flops": gemm_rate(torch.float32),
+    }
     for name in ("half", "whole"):
         ratios = [a / b for a, b in zip(seconds["open_clip"], seconds[name], strict=True)]
         result[name] = {"ratio": statistics.median(ratios), "least": min(ratios), "greatest": max(ratios)}

@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
@@ -229,21 +230,20 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     return out
 
 
-SIMILAR = 16  # tokens
-_FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}  # of a row
+_FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}  # of a row, up to which products can be faster
+_GROUPED = 16  # texts of up to the same multiple of so many tokens are one group
 _FILL_TO = 64  # tokens
-_is_fused = False
+_is_fused = ContextVar("_is_fused", default=False)
 
 
 @contextmanager
 def fused_attention() -> Iterator[None]:
-    """Compute attention by torch's function on CPUs too, and pack texts without a filler, as on GPUs."""
-    global _is_fused
-    before, _is_fused = _is_fused, True
+    """In this thread, compute attention on CPUs by torch's function and pack texts without a filler, as on GPUs."""
+    before = _is_fused.set(True)
     try:
         yield
     finally:
-        _is_fused = before
+        _is_fused.reset(before)
 
 
 def choose_multiple(weight: Tensor, *, longest: int) -> int:
@@ -251,7 +251,7 @@ def choose_multiple(weight: Tensor, *, longest: int) -> int:
 
     In bfloat16 on a CPU, oneDNN compiles each product again for another number of tokens, which takes 3 ms.
     """
-    if _is_fused or weight.device.type != "cpu" or dtype_of_products(weight) != torch.bfloat16:
+    if _is_fused.get() or weight.device.type != "cpu" or dtype_of_products(weight) != torch.bfloat16:
         return 1
     return min(_FILL_TO, 1 << (longest.bit_length() - 1))
 
@@ -295,7 +295,7 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     gradients in bfloat16 take several times as long as those of products. Compiled blocks always use it: a decision
     by the number of tokens would compile several graphs.
     """
-    if _is_fused or torch.compiler.is_compiling() or k.device.type != "cpu":
+    if torch.compiler.is_compiling() or _is_fused.get() or k.device.type != "cpu":
         return False
     faster_in_training = k.dtype == torch.bfloat16 and k.requires_grad
     faster_on_cores = k.dtype == torch.float32 and torch.get_num_threads() > 1
@@ -306,11 +306,11 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
     """Attend by plain attention over all texts of one length at a time, on any device.
 
     Texts of one length are contiguous, so each group is a view of the packed row without padding. Where products
-    are faster, texts of up to the same multiple of ``SIMILAR`` tokens are one group, padded to the longest.
+    are faster, texts of similar lengths are one group, padded to the longest.
     """
     if not packed.counts:
         return q
-    multiple = SIMILAR if _is_faster_by_products(k, tokens=packed.counts[-1][1]) else 1
+    multiple = _GROUPED if _is_faster_by_products(k, tokens=packed.counts[-1][1]) else 1
     outputs: list[Tensor] = []
     text = token = 0  # where the group begins
     for _, group in groupby(packed.counts, key=lambda count: -(-count[1] // multiple)):
@@ -322,10 +322,8 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
         if len(counts) > 1:
             places = packed.texts[tokens] - text, packed.positions[tokens]
             if ends_only or not packed.causal:
-                lengths = packed.starts.diff()[texts]
-                mask = (torch.arange(longest, device=k.device) < lengths[:, None])[
-                    :, None, None
-                ]  # (B, 1, 1, L)
+                lengths = packed.starts.diff()[texts, None, None, None]
+                mask = torch.arange(longest, device=k.device) < lengths  # (B, 1, 1, L)
         text, token = texts.stop, tokens.stop
         shape = texts.stop - texts.start, longest
         key, value = _pad(k[tokens], shape, places), _pad(v[tokens], shape, places)
