@@ -175,8 +175,9 @@ def pack(
     ascending = sorted(lengths)
     counts = tuple((len(list(texts)), length) for length, texts in groupby(ascending))
     assert not ascending or (ascending[0] >= 1 and ascending[-1] <= longest), (ascending, longest)
-    source_rows, sizes = copy_to_device(
-        torch.tensor([order, ascending], dtype=torch.int64), device
+    rows = [row if row < size else 0 for row in order]
+    source_rows, read_rows, sizes = copy_to_device(
+        torch.tensor([order, rows, ascending], dtype=torch.int64), device
     )  # (B,) each
     total = sum(ascending)
     starts = F.pad(sizes.cumsum(0), (1, 0))  # (B + 1,)
@@ -184,7 +185,7 @@ def pack(
     text = texts.repeat_interleave(sizes, output_size=total)  # (T,); the size avoids a synchronization
     return Packed(
         texts=text,
-        rows=source_rows[text].remainder(max(1, size)),  # 0 of the filler
+        rows=read_rows[text],
         positions=torch.arange(total, device=device) - starts[text],
         starts=starts.to(torch.int32),
         order=source_rows,

@@ -69,7 +69,7 @@ NUMBERS = st.integers(0, 99)
 OPTIONS: dict[str, st.SearchStrategy[tuple[Any, list[str]]]] = {
     "count": st.integers(-5, 1000).map(lambda value: (value, ["--count", str(value)])),
     "limit": st.floats(0, 1e6).map(lambda value: (value, ["--limit", repr(value)])),
-    "text": st.text("ab -é%").map(lambda value: (value, [f"--text={value}"])),
+    "text": st.text("ab -é%").filter("--".__ne__).map(lambda value: (value, [f"--text={value}"])),
     "choice": st.sampled_from(["one", "two"]).map(lambda value: (value, ["--choice", value])),
     "path": PATHS.map(lambda value: (value, ["--path", str(value)])),
     "fast": st.just((True, ["--fast"])),
