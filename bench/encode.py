@@ -1,6 +1,6 @@
 """Measure how well ``clipkit encode`` overlaps decoding with the forward passes.
 
-    python bench/encode.py [--model ViT-B-32] [--images 512] [--size 512] [--batch-size 32] [--rounds 5]
+    python -m bench.encode [--model ViT-B-32] [--images 512] [--size 512] [--batch-size 32] [--rounds 5]
 
 Each round measures three variants on the same images, in alternating order, so that changes in machine load
 affect all of them:

@@ -1,6 +1,6 @@
 """Measure memory and time of the sample order for two billion samples on 4,096 ranks.
 
-    python bench/order_scale.py [--shards 200000] [--samples 10000] [--world 4096] [--groups 512]
+    python -m bench.order_scale [--shards 200000] [--samples 10000] [--world 4096] [--groups 512]
 
 No data is read: the manifest and the order are created for nonexistent shards, in a process that imports
 nothing else. Measured: the memory they add; the seconds to the first batch at the first step, in the middle

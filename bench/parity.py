@@ -1,7 +1,7 @@
 """Compare embeddings with open_clip's on the same weights, for architectures of every family.
 
-    python bench/parity.py                     every architecture below at full size, random weights
-    python bench/parity.py --only RN50 EVA02-B-16
+    python -m bench.parity                     every architecture below at full size, random weights
+    python -m bench.parity --only RN50 EVA02-B-16
 
 open_clip initializes random weights, clipkit loads its state dict like a checkpoint, and both encode the same
 images and tokens in float32 and under bfloat16 autocast. No network access is required.

@@ -1,6 +1,6 @@
 """Compare the speed of clipkit's tokenizer with open_clip's, with identical ids.
 
-    python bench/tokenizer.py [--captions 10000] [--rounds 7]
+    python -m bench.tokenizer [--captions 10000] [--rounds 7]
 
 Captions are generated deterministically: words of CLIP's vocabulary drawn by Zipf's law, words outside the
 vocabulary, numbers, codes and punctuation, in the proportions of ``MIXTURE``. There are three sets: web (8%

@@ -1,6 +1,6 @@
 """Compare the speed of a training step with open_clip's, computing the same loss and gradients.
 
-    python bench/train_step.py [--model ViT-B-32] [--batch-size 32] [--rounds 5] [--precision fp32]
+    python -m bench.train_step [--model ViT-B-32] [--batch-size 32] [--rounds 5] [--precision fp32]
 
 Both train the same weights on the same images and captions (16 tokens on average, including start and end),
 as their own trainers do: open_clip with captions padded to 77, its loss and AdamW; clipkit with its loss and
