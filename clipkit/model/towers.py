@@ -317,22 +317,23 @@ def attention_by_length(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends
     for _, group in groupby(packed.counts, key=lambda count: -(-count[1] // multiple)):
         counts = list(group)
         longest = counts[-1][1]
-        texts = slice(text, text + sum(number for number, _ in counts))
-        tokens = slice(token, token + sum(number * length for number, length in counts))
+        text_count = sum(count for count, _ in counts)
+        token_count = sum(count * length for count, length in counts)
+        group_texts, group_tokens = slice(text, text + text_count), slice(token, token + token_count)
         places, mask = None, None
         if len(counts) > 1:
-            places = packed.texts[tokens] - text, packed.positions[tokens]
+            places = packed.texts[group_tokens] - text, packed.positions[group_tokens]
             if ends_only or not packed.causal:
-                lengths = packed.starts.diff()[texts, None, None, None]
+                lengths = packed.starts.diff()[group_texts, None, None, None]
                 mask = torch.arange(longest, device=k.device) < lengths  # (B, 1, 1, L)
-        text, token = texts.stop, tokens.stop
-        shape = texts.stop - texts.start, longest
-        key, value = _pad(k[tokens], shape, places), _pad(v[tokens], shape, places)
+        text, token = group_texts.stop, group_tokens.stop
+        shape = text_count, longest
+        key, value = _pad(k[group_tokens], shape, places), _pad(v[group_tokens], shape, places)
         if ends_only:
-            query = q[texts][:, :, None]  # (B, H, 1, E)
+            query = q[group_texts][:, :, None]  # (B, H, 1, E)
             outputs.append(attend(query, key, value, mask=mask).squeeze(2))
         else:
-            query = _pad(q[tokens], shape, places)
+            query = _pad(q[group_tokens], shape, places)
             out = attend(query, key, value, mask=mask, causal=packed.causal).transpose(1, 2)
             outputs.append(out.flatten(0, 1) if places is None else out[places])
     return torch.cat(outputs)
