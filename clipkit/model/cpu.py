@@ -27,6 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from clipkit.model.towers import dtype_of_products
+
 Input = TypeVar("Input")
 Output = TypeVar("Output")
 
@@ -69,10 +71,10 @@ class PackedWeights:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
         """Compute x (…, K), weight (N, K) and bias (N,) → (…, N); None if they do not apply."""
-        autocast = torch.is_autocast_enabled("cpu")
-        dtype = torch.get_autocast_dtype("cpu") if autocast else weight.dtype
+        dtype = dtype_of_products(weight)
         is_packable = weight.untyped_storage().data_ptr() in self._storages and weight.is_contiguous()
-        fits = dtype in self._dtypes and (autocast or x.dtype == dtype) and x.numel() >= _ROWS * x.shape[-1]
+        is_supported = dtype in self._dtypes and x.dtype in (dtype, weight.dtype)
+        fits = is_supported and x.numel() >= _ROWS * x.shape[-1]
         if not (is_packable and fits) or torch.is_grad_enabled():
             return None
         key = (weight.data_ptr(), weight.shape, dtype)

@@ -18,7 +18,15 @@ from clipkit.model.naflex import PatchBudget
 from clipkit.model.preprocess import Preprocess, preprocess_images
 from clipkit.samples.decode import Decoded, decode_image, decode_pixels
 from clipkit.samples.traits import Decoding, Traits
-from data.augment import Augmentation, _crop, draw_recipe, empty_batch, random_of, training_pixels
+from data.augment import (
+    Augmentation,
+    _crop,
+    change_colors,
+    draw_recipe,
+    empty_batch,
+    random_of,
+    training_pixels,
+)
 from tests.clipkit.made_images import DEEP, IMAGES, encoded, image_file, scene
 
 sides = st.integers(1, 3000)
@@ -312,6 +320,29 @@ def test_color_jitter_is_reproducible(strength: float, seed: int) -> None:
     out = transform(image, seed, color_jitter=strength)
     assert out.shape == (3, 32, 32) and out.dtype == torch.uint8
     assert torch.equal(out, transform(image, seed, color_jitter=strength))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    factors=st.tuples(*[st.floats(0, 3, width=32)] * 3),
+    hue=st.floats(-0.5, 0.5, width=32),
+    levels=st.integers(1, 255),
+    seed=st.integers(0, 2**32),
+)
+def test_color_jitter_has_the_formulas_of_torchvision(
+    factors: tuple[float, float, float], hue: float, levels: int, seed: int
+) -> None:
+    # with few levels, many pixels are gray or have two equal channels
+    image = torch.from_numpy(random_image(9, 14, seed) % levels * (255 // max(1, levels - 1)))
+    pixels = image.permute(2, 0, 1)
+    brightness, contrast, saturation = factors
+    expected = functional.adjust_brightness(pixels / 255, brightness)
+    expected = functional.adjust_contrast(expected, contrast)
+    expected = functional.adjust_saturation(expected, saturation)
+    expected = functional.adjust_hue(expected, hue)
+    found = change_colors(pixels, *factors, hue)
+    assert found.shape == pixels.shape and found.dtype == torch.uint8
+    assert (found - 255 * expected).abs().max() < 0.57  # rounding to integers is half of one
 
 
 def test_strength_limits_the_change_of_brightness() -> None:
