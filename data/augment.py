@@ -31,7 +31,6 @@ _MARGIN = 2  # minimum side of the crop after scaled decoding, in units of the o
 _JITTERED = 0.8  # fraction of images with changed colors
 _BLUR = (0.1, 2.0)  # standard deviation in pixels (Chen et al. 2020, https://arxiv.org/abs/2002.05709)
 _HUE = 0.25  # of color_jitter, as a fraction of the color circle (Chen et al. 2020)
-_GRAY_WEIGHTS = 0.2989, 0.587, 0.114  # of red, green and blue, as in torchvision
 _AFFINE = (
     10.0,
     0.1,
@@ -347,10 +346,9 @@ def change_colors(
         hue: rotation of the color circle of HSV, as a fraction of it.
     """
     values = pixels.flatten(1).to(torch.float32, memory_format=torch.contiguous_format)
-    gray_weights = values.new_tensor(_GRAY_WEIGHTS)
     values = values.mul_(brightness).clamp_(max=255)
-    values = torch.lerp((gray_weights @ values).mean(), values, contrast).clamp_(0, 255)
-    values = torch.lerp(gray_weights @ values, values, saturation).clamp_(0, 255)
+    values = torch.lerp(_to_gray(values).mean(), values, contrast).clamp_(0, 255)
+    values = torch.lerp(_to_gray(values), values, saturation).clamp_(0, 255)
     red, green, blue = values
     largest = torch.maximum(torch.maximum(red, green), blue)
     chroma = largest - torch.minimum(torch.minimum(red, green), blue)
@@ -359,11 +357,17 @@ def change_colors(
     near_blue = torch.add(red - green, chroma, alpha=4)
     angle = torch.where(red == largest, green - blue, torch.where(green == largest, near_green, near_blue))
     angle = angle.div_(chroma.clamp(min=1e-6)) + 6 * hue
-    # a channel has the largest value within 1 of the opposite point, and falls to the smallest within 1 more
-    distance = angle + values.new_tensor([[3.0], [1.0], [-1.0]])
+    # a channel is smallest within 1 of the point opposite to it, and rises to the largest within 1 more
+    distance = angle + torch.arange(3, -2, -2, device=values.device)[:, None]
     distance = distance.sub_((distance / 6).round_(), alpha=6).abs_()
     values = torch.addcmul(largest, chroma, distance.neg_().add_(2).clamp_(0, 1), value=-1)
     return values.round_().to(torch.uint8).view(pixels.shape)
+
+
+def _to_gray(values: Tensor) -> Tensor:
+    """Return the brightness of colors, (3, N) → (N,), with torchvision's weights (ITU-R BT.601)."""
+    red, green, blue = values
+    return (0.2989 * red).add_(green, alpha=0.587).add_(blue, alpha=0.114)
 
 
 def blur(pixels: Tensor, deviation: float) -> Tensor:
