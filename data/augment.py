@@ -367,7 +367,8 @@ def change_colors(
 def _to_gray(values: Tensor) -> Tensor:
     """Return the brightness of colors, (3, N) → (N,), with torchvision's weights (ITU-R BT.601)."""
     red, green, blue = values
-    return red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    gray: Tensor = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
+    return gray
 
 
 def blur(pixels: Tensor, deviation: float) -> Tensor:
