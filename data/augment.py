@@ -156,7 +156,7 @@ def preload(augmentation: Augmentation) -> None:
     from PIL import Image
 
     Image.init()
-    if augmentation.color_jitter or augmentation.grayscale or augmentation.blur or augmentation.affine:
+    if augmentation.affine:
         from torchvision.transforms.v2 import functional  # noqa: F401
 
 
@@ -309,21 +309,20 @@ def _finish(crop: Tensor, recipe: Recipe, out: Tensor, patches: PatchBudget | No
         pixels = pixels.flip(-2)
     if recipe.turns:
         pixels = pixels.rot90(recipe.turns, (-2, -1))
-    if recipe.colors is not None or recipe.gray or recipe.blur or recipe.affine:
+    if recipe.affine is not None:
         from torchvision.transforms.v2 import InterpolationMode, functional
 
-        if recipe.affine is not None:
-            angle, right, down, size, *shears = recipe.affine
-            shifts = [round(shift * pixels.shape[-1]) for shift in (right, down)]
-            centered = pixels.float() - _AFFINE_FILL  # beyond the crop there are zeros
-            moved = functional.affine(centered, angle, shifts, size, shears, InterpolationMode.BILINEAR)
-            pixels = (moved + _AFFINE_FILL).round_().to(torch.uint8)
-        if recipe.colors is not None:
-            pixels = change_colors(pixels, *recipe.colors)
-        if recipe.gray:
-            pixels = functional.rgb_to_grayscale(pixels, num_output_channels=3)
-        if recipe.blur:
-            pixels = blur(pixels, recipe.blur)
+        angle, right, down, size, *shears = recipe.affine
+        shifts = [round(shift * pixels.shape[-1]) for shift in (right, down)]
+        centered = pixels.float() - _AFFINE_FILL  # beyond the crop there are zeros
+        moved = functional.affine(centered, angle, shifts, size, shears, InterpolationMode.BILINEAR)
+        pixels = (moved + _AFFINE_FILL).round_().to(torch.uint8)
+    if recipe.colors is not None:
+        pixels = change_colors(pixels, *recipe.colors)
+    if recipe.gray:
+        pixels = _to_gray(pixels.float()).to(torch.uint8).expand_as(pixels)  # rounded down, as in torchvision
+    if recipe.blur:
+        pixels = blur(pixels, recipe.blur)
     if patches is None:
         out.copy_(pixels)
     else:
@@ -365,7 +364,7 @@ def change_colors(
 
 
 def _to_gray(values: Tensor) -> Tensor:
-    """Return the brightness of colors, (3, N) → (N,), with torchvision's weights (ITU-R BT.601)."""
+    """Return the brightness of colors, (3, …) → (…), with torchvision's weights (ITU-R BT.601)."""
     red, green, blue = values
     gray: Tensor = red.mul(0.2989).add_(green, alpha=0.587).add_(blue, alpha=0.114)
     return gray
