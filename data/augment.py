@@ -334,8 +334,8 @@ def change_colors(
 ) -> Tensor:
     """Change the colors of an image, (3, H, W) uint8, in this order, with the formulas of torchvision.
 
-    Values are rounded once, at the end; torchvision rounds an image of bytes after each change. It takes four times
-    as long, mostly with the hue.
+    Values are rounded once, at the end; torchvision rounds an image of bytes after each change. It takes three to
+    four times as long, mostly with the hue.
 
     Args:
         pixels: the image.
@@ -359,7 +359,8 @@ def change_colors(
     # a channel is smallest within 1 of the point opposite to it, and rises to the largest within 1 more
     distance = angle + torch.arange(3, -2, -2, device=values.device)[:, None]
     distance = distance.sub_((distance / 6).round_(), alpha=6).abs_()
-    values = torch.addcmul(largest, chroma, distance.neg_().add_(2).clamp_(0, 1), value=-1)
+    weight = (2 - distance).clamp_(0, 1)
+    values = torch.addcmul(largest, chroma, weight, value=-1)
     return values.round_().to(torch.uint8).view(pixels.shape)
 
 
@@ -370,15 +371,15 @@ def _to_gray(values: Tensor) -> Tensor:
     return gray
 
 
-def blur(pixels: Tensor, deviation: float) -> Tensor:
-    """Blur an image, (C, H, W) uint8, by a Gaussian of this standard deviation in pixels, mirrored at its edges.
+def blur(pixels: Tensor, sigma: float) -> Tensor:
+    """Blur an image, (C, H, W) uint8, by a Gaussian of standard deviation ``sigma`` in pixels, mirrored at its edges.
 
     The Gaussian ends after three standard deviations, or at the length of the shorter side. Sums of shifted images
     take less time than torchvision's convolution with a square.
     """
-    radius = min(math.ceil(3 * deviation), min(pixels.shape[-2:]) - 1)
+    radius = min(math.ceil(3 * sigma), min(pixels.shape[-2:]) - 1)
     offsets = np.arange(-radius, radius + 1)
-    weights = np.exp(-0.5 * (offsets / deviation) ** 2)
+    weights = np.exp(-0.5 * (offsets / sigma) ** 2)
     weights /= weights.sum()
     values = pixels.to(torch.float32, memory_format=torch.contiguous_format)
     values = torch.nn.functional.pad(values, [radius] * 4, mode="reflect")
