@@ -372,10 +372,10 @@ def _to_gray(values: Tensor) -> Tensor:
 
 
 def blur(pixels: Tensor, sigma: float) -> Tensor:
-    """Blur an image, (C, H, W) uint8, by a Gaussian of standard deviation ``sigma`` in pixels, mirrored at its edges.
+    """Blur an image, (C, H, W) uint8, by a Gaussian of standard deviation ``sigma`` in pixels.
 
-    The Gaussian ends after three standard deviations, or at the length of the shorter side. Sums of shifted images
-    take less time than torchvision's convolution with a square.
+    The image is mirrored at its edges. The Gaussian ends after three standard deviations, or at the length of the
+    shorter side. Sums of shifted images take less time than torchvision's convolution with a square.
     """
     radius = min(math.ceil(3 * sigma), min(pixels.shape[-2:]) - 1)
     offsets = np.arange(-radius, radius + 1)
