@@ -27,10 +27,12 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import lock_output, replacing, write_atomic
 from clipkit.inference.storage import unpacked
 
-_FORMAT = 2
+_FORMAT = 3
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 10
-_LISTS_SEARCHED = 128
+# by each query, at least; many short lists are searched faster than few long ones
+_LISTS_SEARCHED = 96
+_ROWS_SEARCHED = 40_000
 _BITS = 512  # of the code of a row, at least
 # A longer query ranks unit rows in the same order, but lists more by the cosine and less by the norm of their
 # centers: texts, which have low cosines with all images, then find more of the nearest images.
@@ -73,9 +75,11 @@ class ApproximateIndex:
             self._faiss.set_deserialization_vector_byte_limit(path.stat().st_size + 1)
             self.engine = self._faiss.read_index(str(path))
             self.lists = self._faiss.extract_index_ivf(self.engine)
-            self.lists.nprobe = _LISTS_SEARCHED
-            if self.engine.ntotal != stored["rows"]:
+            rows = self.engine.ntotal
+            if rows != stored["rows"]:
                 raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
+            lists = self.lists.nlist
+            self.lists.nprobe = min(lists, max(_LISTS_SEARCHED, _ROWS_SEARCHED * lists // max(1, rows)))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
             raise DataError(
@@ -115,7 +119,7 @@ def write_index(
     faiss = _import_faiss(folder)
     stamped_rows = {file_number: (stamp, rows) for file_number, stamp, rows in parts}
     total = sum(len(rows) for _, rows in stamped_rows.values())
-    lists = math.isqrt(total)
+    lists = 2 * math.isqrt(total)
     index_folder = folder / "index"
     index_folder.mkdir(exist_ok=True)
     with lock_output(index_folder, "clipkit index", lock=index_folder / ".lock"):

@@ -1,10 +1,9 @@
 """``clipkit search`` and ``clipkit index``: find the nearest rows of embeddings for texts and images.
 
-Embeddings stay memory-mapped. A query is multiplied with all rows in float16 if they are stored so, which memory
-bandwidth limits, and otherwise in float32; the rows that rounding could place among the k best are then compared in
-float32. The result therefore equals that of comparing all stored rows in float32. The query is never quantized.
-
-An index (see ``clipkit.inference.index``) replaces the first step for the rows that it covers, and can miss some.
+Embeddings stay memory-mapped. A query, which is never quantized, is compared with all rows in float32, to which
+blocks of rows are converted that stay in the cache. Of the rows that an index covers (see
+``clipkit.inference.index``), it is compared only with the candidates that the index selects, which can miss some of
+the nearest.
 
 Dimensions: N rows, O embedding dimension, K results, Q queries.
 """
@@ -45,7 +44,7 @@ from clipkit.files.terminal import CountProgress, counted, format_bytes, printab
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
-from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
+from clipkit.inference.storage import Storage, content_digest, storage_of
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
@@ -60,15 +59,14 @@ NOT_WEIGHT = 0.5  # of negative embeddings
 _NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")
 _SHARDS = 16  # whose list of members is kept
 _TABLES = 100 << 20  # bytes of metadata that are kept
-_ROUNDING = 2.0**-10  # of a product in float16; half of it by the result, the rest for the sum
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRETCH)
-_BLOCK = 1 << 16  # rows that are compared in float32 at a time
+_BLOCK = 1 << 16  # rows that are compared with several queries at a time
 _MOST_FROM_INDEX = 1000  # results; more are searched exactly
 # from the index, at least and for each result
 _LEAST_CANDIDATES = 1024
 _CANDIDATES = 8
 _QUERIES = 50  # that the recall of an index is measured with
-_NUMBERS = 1 << 19  # that are converted to float32 at a time, so that they stay in the cache
+_NUMBERS = 1 << 18  # that are converted to float32 at a time, so that they stay in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,38 +146,28 @@ class _Part:
         return int(self.rows.shape[1]) * self.storage.packed
 
     @cached_property
-    def norms(self) -> npt.NDArray[np.float32]:
-        """Norms of the stored numbers, (N,)."""
-        blocks = (np.linalg.norm(numbers, axis=1) for _, numbers in self._blocks())
-        return np.concatenate([*blocks], dtype=np.float32)
+    def norms(self) -> Tensor:
+        """Norms of the stored numbers, (N,) float32."""
+        return torch.cat([numbers.norm(dim=1) for _, numbers in self._blocks()])
 
-    def _blocks(self) -> Iterator[tuple[slice, npt.NDArray[np.float32]]]:
+    def similarities(self, query: Tensor) -> Tensor:
+        """Return the similarities of a query, (O,), with all rows, (N,) float32; NaN for zero rows."""
+        self.expect_reads(in_order=True)
+        scores = torch.empty(len(self.rows))
+        for block, numbers in self._blocks():
+            torch.mv(numbers, query, out=scores[block])
+        return scores if self.storage.unit else scores.div_(self.norms)
+
+    def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
         length = max(1, _NUMBERS // self.width)
         for start in range(0, len(self.rows), length):
             block = slice(start, start + length)
-            yield block, self.storage.numbers(self.rows[block])
-
-    def screened(self, query: Tensor, half: Tensor) -> Tensor:
-        """Return the similarities with all rows, (N,), in float16 for rows in float16, otherwise in float32."""
-        self.expect_reads(in_order=True)
-        if self.rows.dtype == np.float16:
-            return torch.from_numpy(self.rows) @ half
-        scores = torch.empty(len(self.rows))
-        for block, numbers in self._blocks():
-            torch.mv(torch.from_numpy(numbers), query, out=scores[block])
-        return scores if self.storage.unit else scores.div_(torch.from_numpy(self.norms))
+            yield block, _numbers(self.rows[block])
 
     def expect_reads(self, *, in_order: bool) -> None:
         """Tell the system whether to read ahead when rows are not in memory."""
         if hasattr(self.memory, "madvise"):  # not on Windows
             self.memory.madvise(mmap.MADV_NORMAL if in_order else mmap.MADV_RANDOM)
-
-    def floats(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return rows in float32, (len(rows), O), unit norm up to rounding."""
-        selected = self.rows[rows]
-        if selected.dtype == np.float16:  # numpy takes 15 times as long
-            return torch.from_numpy(selected).float()
-        return torch.from_numpy(unpacked(selected))
 
 
 class Embeddings:
@@ -287,8 +275,10 @@ class Embeddings:
                     f"{self.folder} contains no embeddings: expected a folder written by clipkit encode, with "
                     "img_emb and metadata"
                 )
-            if len({part.width for part in parts}) > 1:
-                raise DataError(f"the files in {self.folder} have embeddings of different dimensions")
+            if len({(part.width, part.rows.dtype) for part in parts}) > 1:
+                raise DataError(
+                    f"the files in {self.folder} have embeddings of different dimensions or dtypes"
+                )
             self._parts = tuple(parts)
 
     def sample(self, count: int) -> Tensor:
@@ -297,7 +287,7 @@ class Embeddings:
         rows = np.unique(np.linspace(0, ends[-1] - 1, count).astype(np.int64))
         file_indices = np.searchsorted(ends, rows, side="right")
         both = zip(file_indices.tolist(), rows, strict=True)
-        vectors = torch.cat([self._parts[index].floats(np.array([row - ends[index]])) for index, row in both])
+        vectors = torch.cat([_unit_rows(self._parts[index].rows[[row - ends[index]]]) for index, row in both])
         return vectors[vectors.isfinite().all(dim=1) & vectors.any(dim=1)]
 
     def nearest_similarities(self, queries: Tensor, k: int) -> Tensor:
@@ -310,7 +300,7 @@ class Embeddings:
         best = torch.empty(len(queries), 0)
         for part in self._parts:
             for rows in torch.arange(len(part.rows)).split(_BLOCK):
-                scores = (queries @ part.floats(rows.numpy()).T).nan_to_num_(nan=-torch.inf)
+                scores = (queries @ _unit_rows(part.rows[rows.numpy()]).T).nan_to_num_(nan=-torch.inf)
                 best = torch.cat([best, scores], dim=1)
                 best = best.topk(min(k, best.shape[1])).values
         return best
@@ -369,7 +359,7 @@ class Embeddings:
                 )
 
     def search(self, query: Tensor, k: int, *, filters: Sequence[tuple[str, str]] = ()) -> list[Hit]:
-        """Return the k most similar rows, the best first; equal ones in the order of the files.
+        """Return the k most similar rows, the best first; those that differ only by rounding in any order.
 
         With an index, unless there are filters or k is above 1,000, some may be missing.
 
@@ -409,22 +399,21 @@ class Embeddings:
             if index.covers.get(part.number) == part.stamp
         }
         # of 10,000,000 rows, more are nearly as near as the k nearest
-        count = max(_LEAST_CANDIDATES, index.lists.nlist, _CANDIDATES * k)
+        count = max(_LEAST_CANDIDATES, index.lists.nlist // 2, _CANDIDATES * k)
         near = index.near(query.numpy(), count) if covered else {}
-        candidates = list[tuple[int, int]]()
-        vectors = [torch.empty(0, len(query))]
-        for file_number, rows in near.items():
-            if file_number in covered:
-                part_index = covered[file_number]
-                parts[part_index].expect_reads(in_order=False)
-                vectors.append(parts[part_index].floats(rows))
-                candidates += [(part_index, row) for row in rows.tolist()]
+        near = {covered[file_number]: rows for file_number, rows in near.items() if file_number in covered}
+        for part_index in near:
+            parts[part_index].expect_reads(in_order=False)
+        stored = [parts[part_index].rows[rows] for part_index, rows in near.items()]
+        candidates = [(part_index, row) for part_index, rows in near.items() for row in rows.tolist()]
         if len(candidates) < min(k, sum(len(parts[part_index].rows) for part_index in covered.values())):
             return None
-        scores = torch.cat(vectors) @ query
-        least = scores.topk(min(k, len(scores))).values.min() if candidates else 0
-        best = (scores >= least).nonzero()[:, 0].tolist()
-        ranked = [(-float(scores[i]), *candidates[i]) for i in best]
+        ranked: list[tuple[float, int, int]] = []
+        if candidates:
+            scores = _unit_rows(np.concatenate(stored)) @ query
+            least = scores.topk(min(k, len(scores))).values[-1]
+            best = (scores >= least).nonzero()[:, 0].tolist()
+            ranked = [(-float(scores[i]), *candidates[i]) for i in best]
         indexed = {*covered.values()}
         rest = {part_index: part for part_index, part in enumerate(parts) if part_index not in indexed}
         return ranked + self._compare_rows(rest, [None] * len(parts), query, k) if rest else ranked
@@ -434,27 +423,20 @@ class Embeddings:
         parts: Mapping[int, _Part], masks: Sequence[Tensor | None], query: Tensor, k: int
     ) -> list[tuple[float, int, int]]:
         """Compare all rows of parts, given by their indices, that pass the masks; see ``_from_index``."""
-        half = query.half()
-        # |q · x - half(q) · x| ≤ |q - half(q)|, as |x| is 1 up to rounding, plus the rounding of the product
-        error = float((query - half.float()).norm()) + _ROUNDING
-        coarse = []
+        scores = []
         for part_index, part in parts.items():
             mask = masks[part_index]
-            scores = part.screened(query, half).nan_to_num_(nan=-torch.inf)
-            coarse.append(scores if mask is None else scores.masked_fill(~mask, -torch.inf))
-        every = torch.cat(coarse)
+            similarities = part.similarities(query).nan_to_num_(nan=-torch.inf)
+            scores.append(similarities if mask is None else similarities.masked_fill(~mask, -torch.inf))
+        every = torch.cat(scores)
         k = min(k, int((every > -torch.inf).sum()))
         if k == 0:
             return []
-        least = float(every.topk(k).values[-1]) - 2 * error
+        least = every.topk(k).values[-1]
         ranked: list[tuple[float, int, int]] = []
-        for (part_index, part), scores in zip(parts.items(), coarse, strict=True):
-            for rows in (scores >= least).nonzero()[:, 0].split(_BLOCK):
-                if len(rows):
-                    exact = (part.floats(rows.numpy()) @ query).tolist()
-                    ranked += zip(
-                        [-score for score in exact], [part_index] * len(rows), rows.tolist(), strict=True
-                    )
+        for part_index, similarities in zip(parts, scores, strict=True):
+            best = (similarities >= least).nonzero()[:, 0]
+            ranked += [(-float(similarities[row]), part_index, row) for row in best.tolist()]
         return ranked
 
     def row(self, name: str) -> tuple[Hit, Tensor]:
@@ -465,7 +447,7 @@ class Embeddings:
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
         row = int(match[2])
         part.check()
-        return self._hit(part, row, 1.0), F.normalize(part.floats(np.array([row]))[0], dim=0)
+        return self._hit(part, row, 1.0), F.normalize(_numbers(part.rows[[row]])[0], dim=0)
 
     def find_embedding(self, hit: Hit) -> Tensor:
         """Return this folder's embedding, (O,) of unit norm, of the image or text of a hit in another folder."""
@@ -479,7 +461,7 @@ class Embeddings:
             rows = pyarrow.compute.indices_nonzero(equal.fill_null(False)).to_numpy()
             if len(rows):
                 part.check()
-                return F.normalize(part.floats(rows[:1].astype(np.int64))[0], dim=0)
+                return F.normalize(_numbers(part.rows[rows[:1]])[0], dim=0)
         if not has_digests:
             raise DataError(
                 f"{self.folder} or the folder of {printable(hit.path, 200)} does not record the content of "
@@ -534,6 +516,19 @@ class Embeddings:
             column_mask = torch.from_numpy(matches.to_numpy(zero_copy_only=False).copy())
             mask = column_mask if mask is None else mask & column_mask
         return mask
+
+
+def _numbers(rows: npt.NDArray[Any]) -> Tensor:
+    """Return stored rows in float32, (N, O), up to a positive factor for each row."""
+    if rows.dtype == np.float16:  # numpy takes 15 times as long
+        return torch.from_numpy(rows).float()
+    return torch.from_numpy(storage_of(rows).numbers(rows))
+
+
+def _unit_rows(rows: npt.NDArray[Any]) -> Tensor:
+    """Return stored rows in float32, (N, O), unit norm up to rounding; NaN for zero rows."""
+    numbers = _numbers(rows)
+    return numbers if storage_of(rows).unit else numbers / numbers.norm(dim=1, keepdim=True)
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:

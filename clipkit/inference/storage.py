@@ -32,7 +32,7 @@ class Storage:
 
     Attributes:
         pack: (N, O) float32, unit norm → the stored rows.
-        numbers: stored rows → (N, O) float32, up to a positive factor for each row.
+        numbers: stored rows → (N, O) float32, up to a positive factor for each row; may be the stored rows.
         unit: whether ``numbers`` have unit norm, up to rounding.
         packed: number of elements in an element of the file.
     """
@@ -69,7 +69,7 @@ def _as_float32(rows: Stored) -> Rows:
 
 
 STORAGE = {
-    "float32": Storage(dtype=np.float32, pack=_as_float32, numbers=_as_float32),
+    "float32": Storage(dtype=np.float32, pack=_as_float32, numbers=lambda rows: rows),
     "float16": Storage(dtype=np.float16, pack=lambda rows: rows.astype(np.float16), numbers=_as_float32),
     "int8": Storage(dtype=np.int8, pack=_int8, numbers=_as_float32, unit=False),
     "binary": Storage(
