@@ -106,6 +106,24 @@ def test_filters_exclude_rows(tmp_path: Path) -> None:
         embeddings.search(torch.ones(8), 5)
 
 
+@pytest.mark.parametrize("second", [unit(np.random.default_rng(1), 3), np.zeros((3, 8), np.float16)])
+def test_files_of_different_dtypes_or_dimensions_are_rejected(tmp_path: Path, second: np.ndarray) -> None:
+    write(tmp_path, unit(np.random.default_rng(0), 3).astype(np.float16), second)
+    with pytest.raises(DataError, match="different dimensions or dtypes"):
+        Embeddings(tmp_path)
+
+
+def test_blocks_of_rows_are_compared_in_turn(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    rows = STORAGE["int8"].pack(unit(rng, 2100, 256))
+    write(tmp_path, rows)
+    query = unit(rng, 1, 256)[0]
+    hits = Embeddings(tmp_path).search(torch.from_numpy(query), len(rows))
+    exact = rows.astype(np.float64) @ query / np.linalg.norm(rows.astype(np.float64), axis=1)
+    found = {int(hit.path[2:-4]): hit.similarity for hit in hits}
+    assert [found[row] for row in range(len(rows))] == pytest.approx([*exact], abs=1e-6)
+
+
 def test_new_rows_are_found_and_replaced_ones_are_rejected(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     write(tmp_path, unit(rng, 10).astype(np.float16))
