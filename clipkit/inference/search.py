@@ -185,6 +185,7 @@ class Embeddings:
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
         self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
+        self._table_bytes = 0
         self._lock = Lock()
         self._exact = exact
         # with the stamp of its description
@@ -491,15 +492,18 @@ class Embeddings:
                 self._tables.move_to_end(part.digits)
                 return self._tables[part.digits]
         try:
-            table = pyarrow.parquet.read_table(part.table)
+            with pyarrow.parquet.ParquetFile(part.table) as file:
+                table = file.read()
         except (OSError, pyarrow.ArrowException) as error:
             part.check()
             raise DataError(f"cannot read {part.table}: {error}") from error
         part.check()
         with self._lock:
-            self._tables[part.digits] = table
-            while len(self._tables) > 1 and sum(cached.nbytes for cached in self._tables.values()) > _TABLES:
-                self._tables.popitem(last=False)
+            if part.digits not in self._tables:
+                self._tables[part.digits] = table
+                self._table_bytes += table.nbytes
+            while len(self._tables) > 1 and self._table_bytes > _TABLES:
+                self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
         return table
 
     def _mask(self, part: _Part, filters: Sequence[tuple[str, str]]) -> Tensor | None:
