@@ -75,7 +75,10 @@ def photographs(folder: Path | None) -> dict[str, Image.Image]:
             Path(name).name: Image.fromarray(image)
             for name, image in zip(sample.filenames, sample.images, strict=True)
         }
-    return {path.name: Image.open(path).convert("RGB") for path in sorted(folder.glob("*.jpg"))}
+    photos = {path.name: Image.open(path).convert("RGB") for path in sorted(folder.glob("*.jpg"))}
+    if not photos:
+        raise SystemExit(f"{folder} has no .jpg files")
+    return photos
 
 
 def jpeg(image: Image.Image, quality: int) -> bytes:

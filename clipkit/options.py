@@ -3,6 +3,7 @@
 ``COMMANDS`` has the sub-commands of ``clipkit``; the module of a command is imported when the command runs.
 """
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -473,7 +474,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> Arguments:
     parser = Parser(
         prog="train.py",
         description="Train a CLIP model. The same command again resumes a run that was stopped.",
-        epilog="example: torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR",
+        epilog="example:\n  torchrun --nproc-per-node 8 train.py configs/vit_b_32.toml data.train=DIR",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_options(parser, Arguments)
     parsed = build_options(Arguments, vars(parser.parse_intermixed_args(arguments)))

@@ -289,7 +289,8 @@ class Order:
             last = f"{counted(left, 'sample')} left out of each epoch"
             epochs = f"{steps / self.batches_per_epoch:.3g}"
         batches = "1 batch" if self.batches_per_epoch == 1 else f"{self.batches_per_epoch:,} batches"
-        return f"{batches} of {self.batch_size} an epoch, {last}, {epochs} epochs in all"
+        in_all = "1 epoch" if str(epochs) == "1" else f"{epochs} epochs"
+        return f"{batches} of {self.batch_size} an epoch, {last}, {in_all} in all"
 
     def describe_balance(self) -> list[str]:
         """Describe how many samples of the values each source uses in an epoch; empty without ``values``."""

@@ -13,6 +13,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from ipaddress import ip_address
 from threading import Semaphore
 from typing import Annotated, Any
@@ -37,6 +38,7 @@ from clipkit.inference.search import (
     thumbnail,
 )
 from clipkit.model.clip import CLIP
+from clipkit.model.cpu import PackedWeights
 from clipkit.options import ServeOptions
 
 MAX_UPLOAD = 32 << 20  # bytes of a request
@@ -62,6 +64,11 @@ class Collection:
     name: str
     embeddings: Embeddings
     model: CLIP
+
+    @cached_property
+    def weights(self) -> PackedWeights:
+        """The model's weights for the products of images; a model does not change while it is served."""
+        return PackedWeights(self.model)
 
 
 Text = Annotated[str, StringConstraints(max_length=_MAX_TEXT)]
@@ -151,7 +158,9 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             except DataError as error:  # files of the server, not the query
                 raise HTTPException(503, str(error)) from error
             texts = [text for text in parts.text if text.strip()]
-            positive = encode_query(collection.model, texts=texts, images=images)
+            positive = encode_query(collection.model, texts=texts)
+            with collection.weights.activate():
+                positive += encode_query(collection.model, images=images)
             positive += [embedding(name, collection) for name in parts.like]
             negative = encode_query(collection.model, texts=parts.unwanted)
             negative += [embedding(name, collection) for name in parts.unlike]

@@ -912,7 +912,7 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
     caption = f"{_flops(estimate.text_flops.both)} a caption of {tokens} tokens"
     patches = work.model.architecture.vision.image_tokens
     image = f"an image of {patches} patches, the most," if patches else "an image,"
-    yield "FLOPs", f"{_flops(estimate.image_flops.both)} {image} {caption}"
+    yield "FLOPs", f"{_flops(estimate.image_flops.both)} {image} {caption}, both passes"
     taught = work.teacher is not None or work.config.distill.is_average
     pairs = f"{work.config.batch_size:,} pairs"
     if work.config.select.fraction < 1:

@@ -15,7 +15,7 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -172,15 +172,15 @@ def run_dynamics(options: DynamicsOptions) -> int:
         print(f"  {section.removesuffix(' last'):<15}{len(ids):,} ({len(ids) / drawn:.1%})")
     print(f"  page           {html}")
     print(f"  scores         {scores_folder() / name}")
-    if 2 * len(sections["never learned"]) > drawn:
-        print("most pairs were never learned: train longer before their learnability says anything")
-        return 0
-    print(f"to train without the 5% of the lowest learnability:\n  {_write_filter(name)}")
+    print(_recommend(name, sections))
     return 0
 
 
-def _write_filter(name: str) -> str:
-    return f"data.scores={name} data.filters='[\"score.learnability >= top 95%\"]'"
+def _recommend(name: str, sections: Mapping[str, Sized]) -> str:
+    if 2 * len(sections["never learned"]) > sum(map(len, sections.values())):
+        return "most pairs were never learned: train longer before their learnability says anything"
+    settings = f"data.scores={name} data.filters='[\"score.learnability >= top 95%\"]'"
+    return f"to train without the 5% of the lowest learnability:\n  {settings}"
 
 
 def write_scores(run: Path, shards: Shards, learnability: Floats, *, quiet: bool) -> str:
@@ -263,8 +263,9 @@ def write_dynamics(
     environment = templates(Path(__file__).parent.with_name("inspect") / "templates")
     page = environment.get_template("dynamics.html").render(
         title=str(run),
-        lead=f"{counted(len(drawn), 'pair')} drawn {dynamics.draws.sum() / len(drawn):.1f} times on average",
-        notes=[f"{_write_filter(name)} trains without the 5% of the lowest learnability"],
+        lead=f"{len(drawn):,} of {counted(len(shards), 'pair')} drawn, {dynamics.draws.sum() / len(drawn):.1f} times "
+        "on average",
+        notes=[_recommend(name, sections)],
         chart={"title": "learnability of pairs", "bins": list(bins), "counts": counts.tolist()},
         sections=[(title, ids[:_SHOWN].tolist(), len(ids)) for title, ids in sections.items()],
         describe_pair=describe_pair,
