@@ -261,10 +261,10 @@ def write_dynamics(
     counts, edges = np.histogram(drawn, _BARS)
     bins = zip([f"{edge:.3g}" for edge in edges[:-1]], counts.tolist(), strict=True)
     environment = templates(Path(__file__).parent.with_name("inspect") / "templates")
+    often = f"{dynamics.draws.sum() / len(drawn):.1f} times on average"
     page = environment.get_template("dynamics.html").render(
         title=str(run),
-        lead=f"{len(drawn):,} of {counted(len(shards), 'pair')} drawn, {dynamics.draws.sum() / len(drawn):.1f} times "
-        "on average",
+        lead=f"{len(drawn):,} of {counted(len(shards), 'pair')} drawn, {often}",
         notes=[_recommend(name, sections)],
         chart={"title": "learnability of pairs", "bins": list(bins), "counts": counts.tolist()},
         sections=[(title, ids[:_SHOWN].tolist(), len(ids)) for title, ids in sections.items()],
