@@ -346,7 +346,9 @@ def change_colors(
     """
     values = pixels.flatten(1).to(torch.float32, memory_format=torch.contiguous_format)
     values = values.mul_(brightness).clamp_(max=255)
-    values = torch.lerp(_to_gray(values).mean(), values, contrast).clamp_(0, 255)
+    # by rows, so that the sum does not depend on the number of threads
+    mean = _to_gray(values).mean(dim=-1).mean()
+    values = torch.lerp(mean, values, contrast).clamp_(0, 255)
     values = torch.lerp(_to_gray(values), values, saturation).clamp_(0, 255)
     red, green, blue = values
     largest = torch.maximum(torch.maximum(red, green), blue)

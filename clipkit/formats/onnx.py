@@ -8,6 +8,7 @@ Letters in shape comments: B batch, L tokens, S image side, O embedding dimensio
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import msgspec
@@ -76,6 +77,7 @@ class _Session(nn.Module):
         super().__init__()
         try:
             self.session = open_session(file)
+            self._running = Lock()
             (self.feed,) = (entry.name for entry in self.session.get_inputs())
         except ModuleNotFoundError as error:
             raise ConfigError(f"{file} needs onnxruntime: pip install -e '.[export]'") from error
@@ -89,9 +91,9 @@ class _Session(nn.Module):
             raise ConfigError("an ONNX export cannot be trained: use the weights that it was made from")
         if values.is_floating_point():
             values = values.float()
-        return torch.from_numpy(self.session.run(None, {self.feed: values.detach().cpu().numpy()})[0]).to(
-            values.device
-        )
+        with self._running:  # batches at a time would share the session's threads, which takes longer
+            (rows,) = self.session.run(None, {self.feed: values.detach().cpu().numpy()})
+        return torch.from_numpy(rows).to(values.device)
 
 
 def open_session(file: Path) -> Any:

@@ -17,6 +17,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ _QUERY_NORM = 2.0
 _BLOCK = 10_000  # rows that are added at a time
 _ROW_BITS = 32  # of a key; the others are the number of the embedding file
 
+_LARGEST = 1e30  # squared norm of a row; faiss ends the process for rows whose distances are not finite
+_READING = Lock()  # faiss has one limit for all threads
+
 Stamp = tuple[int, int, int]  # rows, bytes and modification time in ns of an embedding file
 
 
@@ -57,7 +61,12 @@ class ApproximateIndex:
 
     def __init__(self, folder: Path) -> None:
         described = folder / "index" / "index.json"
-        text = described.read_bytes()
+        try:
+            text = described.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except OSError as error:
+            raise DataError(f"cannot read {described}: {error.strerror}") from error
         self._faiss = _import_faiss(folder)
         try:
             stored = json.loads(text)
@@ -71,16 +80,25 @@ class ApproximateIndex:
             with path.open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
                     raise ValueError(f"the content of {path.name} has changed")
-            # no part of the file is larger than the file
-            self._faiss.set_deserialization_vector_byte_limit(path.stat().st_size + 1)
-            self.engine = self._faiss.read_index(str(path))
+            with _READING:
+                # no part of the file is larger than the file
+                self._faiss.set_deserialization_vector_byte_limit(path.stat().st_size + 1)
+                self.engine = self._faiss.read_index(str(path))
             self.lists = self._faiss.extract_index_ivf(self.engine)
             rows = self.engine.ntotal
             if rows != stored["rows"]:
                 raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
             lists = self.lists.nlist
             self.lists.nprobe = min(lists, max(_LISTS_SEARCHED, _ROWS_SEARCHED * lists // max(1, rows)))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as error:
+        except (
+            OSError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            ArithmeticError,
+            RuntimeError,
+        ) as error:
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
             raise DataError(
                 f"cannot use the index in {described.parent} ({why}): run clipkit index {folder}, or pass --exact"
@@ -118,6 +136,8 @@ def write_index(
     """
     faiss = _import_faiss(folder)
     stamped_rows = {file_number: (stamp, rows) for file_number, stamp, rows in parts}
+    if max(stamped_rows, default=0) >= 2 ** (63 - _ROW_BITS):
+        raise DataError(f"cannot index {folder}: the number of a file, {max(stamped_rows)}, is too large")
     total = sum(len(rows) for _, rows in stamped_rows.values())
     lists = 2 * math.isqrt(total)
     index_folder = folder / "index"
@@ -142,6 +162,8 @@ def write_index(
         if engine is None:
             step = max(1, total // (_SAMPLES * lists))
             sample = np.concatenate([_select_valid(rows[::step])[1] for _, rows in stamped_rows.values()])
+            if not len(sample):  # every step-th row is zero or not finite
+                sample = np.concatenate([_select_valid(rows)[1] for _, rows in stamped_rows.values()])
             lists = min(lists, len(sample))
             bits = min(8, math.ceil(_BITS / width))
             engine = faiss.index_factory(width, f"RR{width},IVF{lists},RaBitQfs{bits}")
@@ -155,7 +177,8 @@ def write_index(
                 continue
             for start in range(0, len(rows), _BLOCK):
                 valid, block = _select_valid(rows[start : start + _BLOCK])
-                engine.add_with_ids(block, (file_number << _ROW_BITS) + start + valid)
+                if len(valid):
+                    engine.add_with_ids(block, (file_number << _ROW_BITS) + start + valid)
                 done += len(valid)
                 show(done)
             covers[file_number] = stamp
@@ -180,7 +203,9 @@ def write_index(
 def _select_valid(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return the numbers of the stored rows that are finite and not zero, and these rows in float32."""
     floats = unpacked(rows)
-    valid = np.flatnonzero(np.isfinite(floats).all(axis=1) & floats.any(axis=1))
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares = np.einsum("no,no->n", floats, floats)
+    valid = np.flatnonzero((squares > 0) & (squares < _LARGEST))  # false for NaN
     return valid, floats[valid]
 
 

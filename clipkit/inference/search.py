@@ -151,7 +151,7 @@ class _Part:
         return torch.cat([numbers.norm(dim=1) for _, numbers in self._blocks()])
 
     def similarities(self, query: Tensor) -> Tensor:
-        """Return the similarities of a query, (O,), with all rows, (N,) float32; NaN for zero rows."""
+        """Return the similarities of a query, (O,), with all rows, (N,) float32."""
         self.expect_reads(in_order=True)
         scores = torch.empty(len(self.rows))
         for block, numbers in self._blocks():
@@ -301,7 +301,7 @@ class Embeddings:
         best = torch.empty(len(queries), 0)
         for part in self._parts:
             for rows in torch.arange(len(part.rows)).split(_BLOCK):
-                scores = (queries @ _unit_rows(part.rows[rows.numpy()]).T).nan_to_num_(nan=-torch.inf)
+                scores = _drop_nonfinite(queries @ _unit_rows(part.rows[rows.numpy()]).T)
                 best = torch.cat([best, scores], dim=1)
                 best = best.topk(min(k, best.shape[1])).values
         return best
@@ -427,7 +427,7 @@ class Embeddings:
         scores = []
         for part_index, part in parts.items():
             mask = masks[part_index]
-            similarities = part.similarities(query).nan_to_num_(nan=-torch.inf)
+            similarities = _drop_nonfinite(part.similarities(query))
             scores.append(similarities if mask is None else similarities.masked_fill(~mask, -torch.inf))
         every = torch.cat(scores)
         k = min(k, int((every > -torch.inf).sum()))
@@ -442,7 +442,7 @@ class Embeddings:
 
     def row(self, name: str) -> tuple[Hit, Tensor]:
         """Return a row by the id of a hit, with similarity 1, and its embedding, (O,) float32."""
-        match = re.fullmatch(r"(\d{1,9})-(\d{1,12})-([0-9a-f]{8})", name)
+        match = re.fullmatch(r"(\d{1,18})-(\d{1,12})-([0-9a-f]{8})", name)
         part = next((candidate for candidate in self._parts if match and candidate.digits == match[3]), None)
         if match is None or part is None or part.number != int(match[1]) or int(match[2]) >= len(part.rows):
             raise DataError(f"no row {printable(name, 40)}: the embeddings may have changed, search again")
@@ -471,7 +471,10 @@ class Embeddings:
         raise DataError(f"{self.folder} has no embedding of {printable(hit.path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
-        values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
+        try:
+            values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            raise DataError(f"cannot read {part.table}: row {row} has text that is not UTF-8") from error
         column = "image_path" if self.has_images and "image_path" in values else "caption"
         path = values.pop(column, "")
         return Hit(
@@ -530,9 +533,14 @@ def _numbers(rows: npt.NDArray[Any]) -> Tensor:
 
 
 def _unit_rows(rows: npt.NDArray[Any]) -> Tensor:
-    """Return stored rows in float32, (N, O), unit norm up to rounding; NaN for zero rows."""
+    """Return stored rows in float32, (N, O), unit norm up to rounding; NaN for zero rows in int8."""
     numbers = _numbers(rows)
     return numbers if storage_of(rows).unit else numbers / numbers.norm(dim=1, keepdim=True)
+
+
+def _drop_nonfinite(scores: Tensor) -> Tensor:
+    """Give rows that are not finite the lowest similarity, in place."""
+    return scores.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
@@ -570,7 +578,7 @@ def _open_part(
         storage = storage_of(array)
     except FileNotFoundError:
         raise
-    except (OSError, ValueError, pyarrow.ArrowException, DataError) as error:
+    except Exception as error:  # numpy's errors have no common base
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
     if len(array) != metadata.num_rows:
         return None

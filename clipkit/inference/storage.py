@@ -88,7 +88,10 @@ def storage_of(rows: Stored) -> Storage:
 
 
 def unpacked(rows: Stored) -> Rows:
-    """Return stored rows as (N, O) float32 of unit norm, NaN for zero rows; float32 and float16 as stored."""
+    """Return stored rows as (N, O) float32 of unit norm, NaN for zero rows; float32 and float16 as stored.
+
+    Rows in float32 may be returned themselves, without a copy.
+    """
     storage = storage_of(rows)
     floats = storage.numbers(rows)
     with np.errstate(invalid="ignore"):

@@ -137,6 +137,42 @@ def test_outdated_index_finds_new_rows_and_omits_removed_ones(
     assert len(embeddings.search(torch.from_numpy(new[0]), 100)) == 100
 
 
+@pytest.mark.parametrize("bad", [0.0, np.nan, np.inf, 1e20])
+def test_files_and_samples_without_a_valid_row_are_indexed(
+    tmp_path: Path, bad: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such rows are left out, also if they are all of a file, or all that the centers would be computed from."""
+    write(tmp_path, rows_of(1, 500))
+    index(tmp_path)
+    write(tmp_path, np.full((3, WIDTH), bad, np.float32), first=1)
+    index(tmp_path)
+    assert "added 0 rows of 503" in capsys.readouterr().out
+    rows = rows_of(2, 26_000)
+    rows[::2] *= bad if bad else 0.0
+    write(tmp_path, rows)
+    index(tmp_path)
+    assert "added 13,000 rows of 26,003" in capsys.readouterr().out
+
+
+def test_exact_search_leaves_out_infinite_rows_as_the_index_does(tmp_path: Path) -> None:
+    rows = rows_of(1, 60)
+    rows[2, 0], rows[5, 1] = np.inf, -np.inf
+    write(tmp_path, rows)
+    query = torch.from_numpy(abs(rows_of(2, 1)[0]))
+    exact = {hit.path for hit in Embeddings(tmp_path, exact=True).search(query, 60)}
+    assert exact == {f"0/{row}.png" for row in range(60)} - {"0/2.png", "0/5.png"}
+    index(tmp_path)
+    assert {hit.path for hit in Embeddings(tmp_path).search(query, 58)} == exact
+
+
+def test_number_of_a_file_beyond_the_keys_of_the_index(tmp_path: Path) -> None:
+    write(tmp_path, rows_of(1, 60), first=2**31)
+    (hit,) = Embeddings(tmp_path).search(torch.from_numpy(rows_of(2, 1)[0]), 1)
+    assert Embeddings(tmp_path).row(hit.id)[0].path == hit.path
+    with pytest.raises(DataError, match="the number of a file, 2147483648, is too large"):
+        Embeddings(tmp_path).write_index(lambda _: None)
+
+
 def test_nonfinite_rows_and_small_folders(tmp_path: Path) -> None:
     rows = rows_of(1, 12)
     rows[3], rows[4] = np.nan, 0

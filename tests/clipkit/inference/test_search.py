@@ -113,6 +113,27 @@ def test_files_of_different_dtypes_or_dimensions_are_rejected(tmp_path: Path, se
         Embeddings(tmp_path)
 
 
+@pytest.mark.parametrize("shape", [b"(-3, 16)", b"(True, 8)", b"(3, 16", b"(9999999999999999999, 16)"])
+def test_damaged_headers_are_reported_in_one_line(tmp_path: Path, shape: bytes) -> None:
+    write(tmp_path, unit(np.random.default_rng(0), 3))
+    path = tmp_path / "img_emb" / "img_emb_0.npy"
+    content = path.read_bytes()
+    described = shape + b", }"
+    path.write_bytes(content.replace(b"(3, 16), }".ljust(len(described)), described.ljust(10)))
+    with pytest.raises(DataError, match="cannot read"):
+        Embeddings(tmp_path)
+
+
+def test_metadata_that_is_not_utf8_is_reported_in_one_line(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    write(tmp_path, unit(np.random.default_rng(0), 3))
+    names = pyarrow.array([b"\xff.png"] * 3).view("string")
+    parquet.write_table(pyarrow.table({"image_path": names}), tmp_path / "metadata" / "metadata_0.parquet")
+    with pytest.raises(DataError, match="has text that is not UTF-8"):
+        Embeddings(tmp_path).search(torch.from_numpy(unit(np.random.default_rng(1), 1)[0]), 1)
+
+
 def test_blocks_of_rows_are_compared_in_turn(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     rows = STORAGE["int8"].pack(unit(rng, 2100, 256))
