@@ -90,15 +90,7 @@ class ApproximateIndex:
                 raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
             lists = self.lists.nlist
             self.lists.nprobe = min(lists, max(_LISTS_SEARCHED, _ROWS_SEARCHED * lists // max(1, rows)))
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            ArithmeticError,
-            RuntimeError,
-        ) as error:
+        except Exception as error:  # those of damaged content have no common base
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
             raise DataError(
                 f"cannot use the index in {described.parent} ({why}): run clipkit index {folder}, or pass --exact"

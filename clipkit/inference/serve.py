@@ -67,7 +67,7 @@ class Collection:
 
     @cached_property
     def weights(self) -> PackedWeights:
-        """The model's weights for the products of images; a model does not change while it is served."""
+        """A second copy of the weights, for images; a model does not change while it is served."""
         return PackedWeights(self.model)
 
 
