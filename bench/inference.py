@@ -51,7 +51,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import clipkit
-from clipkit.export.onnx import write_model as write_onnx, write_model_int8 as write_onnx_int8
+from clipkit.export.onnx import OPSET, write_model as write_onnx, write_model_int8 as write_onnx_int8
 from clipkit.export.transformers import write_model as write_transformers
 from clipkit.model.cpu import keep_memory, open_core_pool, run_parallel
 from clipkit.model.measure import image_flops, text_flops
@@ -106,7 +106,8 @@ class Inputs:
             0, 256, (options.images, 3, side, side), dtype=torch.uint8, generator=generator
         )
         prompts = [f"{WORDS[i % len(WORDS)]} {number_name(i)}." for i in range(options.prompts)]
-        return cls(images=images, prompts=prompts, batch_size=options.batch_size)
+        most = max(1, min(options.images, options.prompts) // options.threads)  # a batch for each core
+        return cls(images=images, prompts=prompts, batch_size=min(options.batch_size, most))
 
 
 def number_name(number: int) -> str:
@@ -298,7 +299,12 @@ def prepare(
         encoder = {"image": "visual", "prompt": "textual"}[kind]
         graph = _Graph(reference, "text" if kind == "prompt" else kind).eval()
         program = torch.onnx.export(
-            graph, (rows[:2],), opset_version=18, dynamic_shapes=({0: "batch"},), dynamo=True, verbose=False
+            graph,
+            (rows[:2],),
+            opset_version=OPSET,
+            dynamic_shapes=({0: "batch"},),
+            dynamo=True,
+            verbose=False,
         )
         assert program is not None
         path = folder / "open_clip" / f"{encoder}.onnx"

@@ -37,7 +37,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 from clipkit.model.towers import Padded, normalize_halves
 
-OPSET = 18
+OPSET = 20  # the first with GELU as one node
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
 _INSIDE = 3 * 2**29  # maximum size of weights stored in the graph's file, in bytes
 _BATCHES = (1, 3, 8)  # batch sizes used by the check

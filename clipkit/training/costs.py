@@ -912,12 +912,12 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
     caption = f"{_flops(estimate.text_flops.both)} a caption of {tokens} tokens"
     patches = work.model.architecture.vision.image_tokens
     image = f"an image of {patches} patches, the most," if patches else "an image,"
-    yield "FLOPs", f"{_flops(estimate.image_flops.both)} {image} {caption}, both passes"
+    yield "FLOPs", f"{_flops(estimate.image_flops.both)} {image} {caption}"
     taught = work.teacher is not None or work.config.distill.is_average
     pairs = f"{work.config.batch_size:,} pairs"
     if work.config.select.fraction < 1:
         pairs += f", {work.config.trained_pairs:,} of them trained"
-    step = f"{_flops(estimate.step_flops)} a step of {pairs}, both passes"
+    step = f"{_flops(estimate.step_flops)} a step of {pairs}, all in both passes"
     yield "", f"{step}, with the teacher's" if taught else step
 
 
