@@ -593,7 +593,7 @@ def main() -> None:
     parser.add_argument("--precisions", nargs="+", default=["fp32"], choices=PRECISIONS)
     parser.add_argument("--images", type=int, default=128)
     parser.add_argument("--prompts", type=int, default=256)
-    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--batch-size", type=int, default=32, help="at most; each core has a batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, help="folder in which exports are kept, for further runs")
     parser.add_argument("--only", nargs="+", default=[*CONTESTANTS], choices=CONTESTANTS, metavar="NAME")
