@@ -43,6 +43,8 @@ _ROW_BITS = 32  # of a key; the others are the number of the embedding file
 
 _LARGEST = 1e30  # squared norm of a row; faiss ends the process for rows whose distances are not finite
 _READING = Lock()  # faiss has one limit for all threads
+# errors of damaged files
+_DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
 Stamp = tuple[int, int, int]  # rows, bytes and modification time in ns of an embedding file
 
@@ -90,7 +92,7 @@ class ApproximateIndex:
                 raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
             lists = self.lists.nlist
             self.lists.nprobe = min(lists, max(_LISTS_SEARCHED, _ROWS_SEARCHED * lists // max(1, rows)))
-        except Exception as error:  # those of damaged content have no common base
+        except _DAMAGED as error:
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
             raise DataError(
                 f"cannot use the index in {described.parent} ({why}): run clipkit index {folder}, or pass --exact"

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from threading import Lock
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ from clipkit.files.terminal import CountProgress, counted, format_bytes, printab
 from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.index import ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
-from clipkit.inference.storage import Storage, content_digest, storage_of
+from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
 from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import ImageLike
@@ -56,6 +57,10 @@ from clipkit.samples.traits import Decoding
 
 TEMPLATES = templates(Path(__file__).with_name("templates"))
 NOT_WEIGHT = 0.5  # of negative embeddings
+# errors of damaged files; numpy parses headers as Python
+_DAMAGED = (
+    OSError, ValueError, TypeError, ArithmeticError, SyntaxError, TokenError, pyarrow.ArrowException, DataError,
+)  # fmt: skip
 _NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")
 _SHARDS = 16  # whose list of members is kept
 _TABLES = 100 << 20  # bytes of metadata that are kept
@@ -534,8 +539,7 @@ def _numbers(rows: npt.NDArray[Any]) -> Tensor:
 
 def _unit_rows(rows: npt.NDArray[Any]) -> Tensor:
     """Return stored rows in float32, (N, O), unit norm up to rounding; NaN for zero rows in int8."""
-    numbers = _numbers(rows)
-    return numbers if storage_of(rows).unit else numbers / numbers.norm(dim=1, keepdim=True)
+    return _numbers(rows) if storage_of(rows).unit else torch.from_numpy(unpacked(rows))
 
 
 def _drop_nonfinite(scores: Tensor) -> Tensor:
@@ -578,7 +582,7 @@ def _open_part(
         storage = storage_of(array)
     except FileNotFoundError:
         raise
-    except Exception as error:  # numpy's errors have no common base
+    except _DAMAGED as error:
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
     if len(array) != metadata.num_rows:
         return None

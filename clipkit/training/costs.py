@@ -917,7 +917,7 @@ def _model_rows(estimate: Estimate) -> Iterator[Row]:
     pairs = f"{work.config.batch_size:,} pairs"
     if work.config.select.fraction < 1:
         pairs += f", {work.config.trained_pairs:,} of them trained"
-    step = f"{_flops(estimate.step_flops)} a step of {pairs}, all in both passes"
+    step = f"{_flops(estimate.step_flops)} a step of {pairs}, both passes"
     yield "", f"{step}, with the teacher's" if taught else step
 
 

@@ -148,7 +148,7 @@ def test_files_and_samples_without_a_valid_row_are_indexed(
     index(tmp_path)
     assert "added 0 rows of 503" in capsys.readouterr().out
     rows = rows_of(2, 26_000)
-    rows[::2] *= bad if bad else 0.0
+    rows[::2] *= bad
     write(tmp_path, rows)
     index(tmp_path)
     assert "added 13,000 rows of 26,003" in capsys.readouterr().out
