@@ -422,6 +422,8 @@ def build_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
 
 def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
     """Import the selected command; return a function that runs it and returns the exit status."""
+    # Huge pages for large tensors, on Linux: encoding is 3 to 10% faster. Read at torch's first allocation.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     command = commands[parsed.command]
     options: Any = build_options(command.options, {**vars(parsed), **command.fixed})
     try:
