@@ -19,10 +19,11 @@ Times of one thread are its CPU time, which other programs hardly affect; of sev
 "One image" and "one prompt" are encoded one after the other, each on all cores. Differences are those of unit-norm
 embeddings from clipkit's plain model in fp32.
 
-Bound: nearly all time is spent in matrix products. ``products_gflops`` is the rate of the products of the model's
-linear layers alone, in fp32, by the faster of MKL and oneDNN with reordered weights: a sequence on each core for
-batches, one on all cores for one input. ``fraction_of_products`` is that of each contestant, in FLOPs that clipkit
-computes: the last block computes only the token that is read, and prompts have no padding.
+Bound: most time is spent in matrix products. ``products_gflops`` is the rate of the products of the model's linear
+layers alone, in bf16 or otherwise in fp32, by the faster of torch's function and oneDNN with reordered weights: a
+sequence on each core for batches, one on all cores for one input. ``fraction_of_products`` is that of each
+contestant, in FLOPs that clipkit computes: the last block computes only the token that is read, and prompts have no
+padding.
 
 A run adds its models and numbers of threads to the results file. OpenVINO and NNCF are not dependencies:
 ``pip install openvino nncf``.
@@ -44,6 +45,7 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -71,6 +73,7 @@ CONTESTANTS = {  # name -> precisions
     "onnxruntime": ("fp32", "int8"),
     "OpenVINO": ("fp32", "bf16", "int8"),
 }
+COMMAND = {"THP_MEM_ALLOC_ENABLE": "1"}  # as clipkit's commands set it, see ``clipkit.cli.select_command``
 SINGLES = 4  # inputs that are encoded one after the other
 CALIBRATION = 8  # inputs from which NNCF takes the ranges of activations
 WORDS = (
@@ -386,8 +389,10 @@ class _Products(TorchFunctionMode):
 class Bound:
     """The products of the linear layers of a model's encoders, without anything else."""
 
-    def __init__(self, model: clipkit.CLIP, inputs: Inputs) -> None:
-        self._products: dict[str, list[tuple[int, Tensor]]] = {}
+    def __init__(self, model: clipkit.CLIP, inputs: Inputs, precision: str) -> None:
+        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self._products: dict[str, list[tuple[int, tuple[Any, ...]]]] = {}
+        self._weights: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}  # as they are, and reordered
         prompts = inputs.prompts[: inputs.batch_size]
         for kind in KINDS:
             rows = 1 if kind.startswith("one") else inputs.batch_size
@@ -396,25 +401,29 @@ class Bound:
                     model.encode_image(inputs.images[:rows])
                 else:
                     model.encode_text(model.tokenizer(prompts[:rows]))
-            self._products[kind] = recorded.products
-        weights = {id(weight): weight for products in self._products.values() for _, weight in products}
-        self._reordered = {
-            key: torch.ops.mkldnn._reorder_linear_weight(weight, None) for key, weight in weights.items()
-        }
+            self._products[kind] = [
+                (count, (weight.data_ptr(), weight.shape)) for count, weight in recorded.products
+            ]
+            for _, weight in recorded.products:
+                plain = weight.to(self._dtype)
+                reordered = torch.ops.mkldnn._reorder_linear_weight(plain, None)
+                self._weights[weight.data_ptr(), weight.shape] = plain, reordered
 
     def measure_rate(self, kind: str) -> float:
-        """Return FLOP/s, by the faster of both libraries."""
-        products = self._products[kind]
-        flops = sum(2 * rows * weight.numel() for rows, weight in products)
-        inputs = {(rows, weight.shape[1]): torch.randn(rows, weight.shape[1]) for rows, weight in products}
+        """Return FLOP/s, by the faster of both."""
+        products = [(rows, *self._weights[key]) for rows, key in self._products[kind]]
+        flops = sum(2 * rows * weight.numel() for rows, weight, _ in products)
+        inputs = {
+            (rows, weight.shape[1]): torch.randn(rows, weight.shape[1], dtype=self._dtype)
+            for rows, weight, _ in products
+        }
         threads = torch.get_num_threads()
 
         def compute(is_reordered: bool) -> None:
             with torch.inference_mode():
-                for rows, weight in products:
+                for rows, weight, reordered in products:
                     x = inputs[rows, weight.shape[1]]
                     if is_reordered:
-                        reordered = self._reordered[id(weight)]
                         torch.ops.mkldnn._linear_pointwise(x, reordered, None, "none", [], "")
                     else:
                         F.linear(x, weight)
@@ -455,7 +464,7 @@ def measure(model_name: str, options: argparse.Namespace) -> dict[str, Any]:
     keep_memory()
     model, inputs = clipkit.create(model_name, seed=0).eval(), Inputs.of(model_name, options)
     found: dict[str, Any] = {}
-    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    rates: dict[str, dict[str, float]] = {}
     precisions = [precision for precision in PRECISIONS if precision in options.precisions]
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.work / model_name if options.work else Path(scratch) / model_name
@@ -474,12 +483,14 @@ def measure(model_name: str, options: argparse.Namespace) -> dict[str, Any]:
                 strict=True,
             )
         reference = {"image": torch.cat(images), "prompt": torch.cat(prompts)}
-        flops, bound = count_flops(model, inputs), Bound(model, inputs)
+        flops = count_flops(model, inputs)
         for precision in precisions:  # all at once would need more memory
             names = [name for name in options.only if precision in CONTESTANTS[name]]
-            found[precision] = rounds(names, precision, model_name, folder, options, reference, bound, rates)
-    products = {kind: statistics.median(values) for kind, values in rates.items()}
-    return summary(found, inputs, flops=flops, products=products)
+            bound = Bound(model, inputs, precision)
+            found[precision], rates[precision] = rounds(
+                names, precision, model_name, folder, options, reference, bound
+            )
+    return summary(found, inputs, flops=flops, rates=rates)
 
 
 def rounds(
@@ -490,16 +501,18 @@ def rounds(
     options: argparse.Namespace,
     reference: dict[str, Tensor],
     bound: Bound,
-    rates: dict[str, list[float]],
-) -> dict[str, Any]:
-    """Run the contestants of one precision in turns, and add the measured rates of products to ``rates``."""
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """Run the contestants of one precision in turns; return their results and the rates of products alone."""
+    rates: dict[str, list[float]] = {kind: [] for kind in KINDS}
     spawn = multiprocessing.get_context("spawn")
     pipes, workers, found = {}, [], dict[str, Any]()
     for name in names:
         pipes[name], there = spawn.Pipe()
         given = (name, precision, model_name, folder, options, there)
         workers.append(spawn.Process(target=worker, args=given, daemon=True))
-        workers[-1].start()
+        environment = COMMAND if name in (OWN, EXPORT) else {}
+        with patch.dict(os.environ, environment):
+            workers[-1].start()
         there.close()
     for name in names:
         found[name] = {kind: {"seconds": list[float]()} for kind in KINDS}
@@ -524,11 +537,11 @@ def rounds(
     for name, process in zip(pipes, workers, strict=True):
         pipes[name].send(None)
         process.join()
-    return found
+    return found, {kind: statistics.median(values) for kind, values in rates.items()}
 
 
 def summary(
-    found: dict[str, Any], inputs: Inputs, *, flops: dict[str, int], products: dict[str, float]
+    found: dict[str, Any], inputs: Inputs, *, flops: dict[str, int], rates: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
     """Add rates, and ratios of clipkit to the others by round."""
     counts = {"images": len(inputs.images), "prompts": len(inputs.prompts)}
@@ -539,7 +552,7 @@ def summary(
             for kind in KINDS:
                 row[kind]["per_second"] = counts.get(kind, SINGLES) / statistics.median(row[kind]["seconds"])
                 rate = row[kind]["per_second"] * flops[kind]
-                row[kind]["fraction_of_products"] = rate / products[kind]
+                row[kind]["fraction_of_products"] = rate / rates[precision][kind]
                 if ours in rows and name != ours:
                     ratios = ratio(rows[ours][kind], row[kind])
                     row[kind]["clipkit_faster"] = statistics.median(ratios)
@@ -548,7 +561,10 @@ def summary(
         if others:
             best[precision] = {kind: min(row[kind]["clipkit_faster"] for row in others) for kind in KINDS}
     return {
-        "products_gflops": {kind: rate / 1e9 for kind, rate in products.items()},
+        "products_gflops": {
+            precision: {kind: rate / 1e9 for kind, rate in by_kind.items()}
+            for precision, by_kind in rates.items()
+        },
         "gflops": {kind: count / 1e9 for kind, count in flops.items()},
         "ratio_to_best_of_others": best,
         "by_precision": found,
@@ -561,9 +577,10 @@ def ratio(ours: dict[str, Any], theirs: dict[str, Any]) -> list[float]:
 
 def report(model: str, found: dict[str, Any]) -> None:
     """Print a table of one model."""
-    rates = ", ".join(f"{kind} {rate:.0f}" for kind, rate in found["products_gflops"].items())
-    print(f"{model}: GFLOP/s of the products alone: {rates}")
+    print(model)
     for precision, rows in found["by_precision"].items():
+        rates = ", ".join(f"{kind} {rate:.0f}" for kind, rate in found["products_gflops"][precision].items())
+        print(f"  {precision}: GFLOP/s of the products alone: {rates}")
         for name, row in rows.items():
             print(f"  {precision} {name}")
             for kind in KINDS:
