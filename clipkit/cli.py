@@ -554,7 +554,11 @@ class ModelOptions(LoadOptions):
     batch_size: int | None = setting(
         None, "images or texts per batch", integers(1, MOST_BATCH), default_text="32 on a CPU, else 256"
     )
-    precision: str = setting("fp32", "precision of the towers", one_of("fp32", "bf16", "fp16"))
+    precision: str = setting(
+        "fp32",
+        "precision of the towers; bf16 is several times as fast on CPUs with AMX",
+        one_of("fp32", "bf16", "fp16"),
+    )
     workers: int | None = setting(
         None, "threads that read and decode", integers(0, MOST_WORKERS), default_text="one per core"
     )

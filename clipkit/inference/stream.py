@@ -143,6 +143,11 @@ class FeatureStream:
             workers = max(1, min(_MAX_WORKERS, cores // max(1, int(here) if here.isdecimal() else 1)))
         self._workers = workers
 
+    @property
+    def is_faster_in_bf16(self) -> bool:
+        """Whether this CPU would encode several times as fast in bfloat16 (bench/inference.py has figures)."""
+        return self.precision == "fp32" and self.device.type == "cpu" and torch.cpu._is_amx_tile_supported()
+
     @classmethod
     def from_options(cls, options: ModelOptions) -> "FeatureStream":
         """Load the model and settings given on the command line."""

@@ -88,7 +88,7 @@ def encode_folder(
     settings["model"] = settings.pop("model_name", "")
     sources = [photos] if isinstance(photos, Path) else photos
     stream = Stream([str(source) for source in sources], kind=settings.pop("kind", "image"))
-    options = EncodeOptions(out=out, quiet=True, **settings)
+    options = EncodeOptions(out=out, **{"quiet": True, **settings})
     return encode(stream, features, options, process=process, processes=processes)
 
 
@@ -202,6 +202,17 @@ def test_number_of_cores_does_not_change_the_files(
     computing = {cores for thread, cores in seen if thread != threading.get_ident()}
     assert computing == {1}
     assert len(seen) > 2
+
+
+@pytest.mark.parametrize(("amx", "many", "notes"), [(True, 1, 1), (True, COUNT + 1, 0), (False, 1, 0)])
+def test_faster_precision_of_this_cpu_is_noted(
+    photos: Path, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], amx: bool, many: int, notes: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr("clipkit.inference.encode._MANY", many)
+    encode_folder(photos, tmp_path / "out", model, quiet=False)
+    assert capsys.readouterr().err.count("note: --precision bf16 is several times as fast") == notes
 
 
 def test_several_processes_write_the_same_files(
