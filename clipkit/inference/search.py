@@ -119,8 +119,8 @@ class _Part:
     columns: Sequence[str]  # of the table
     stamps: Sequence[FileStamp]  # of both files
 
-    def check(self) -> None:
-        """Check that both files are unchanged.
+    def check(self, *, table: bool = True) -> None:
+        """Check that the embedding file is unchanged, and the table.
 
         The rows of a new table are of other images, and reading beyond the new end of a mapped file would end the
         process.
@@ -129,7 +129,8 @@ class _Part:
             EmbeddingsChanged: one of them was changed, replaced or removed.
             DataError: one of them cannot be read.
         """
-        for path, stamp in zip((self.path, self.table), self.stamps, strict=True):
+        paths = (self.path, self.table) if table else (self.path,)
+        for path, stamp in zip(paths, self.stamps, strict=False):
             try:
                 is_same = _stamp_of(path.stat()) == stamp
             except FileNotFoundError:
@@ -381,8 +382,6 @@ class Embeddings:
         parts = self._parts
         if query.shape != (self.width,):
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
-        for part in parts:
-            part.check()
         masks = [self._mask(part, filters) for part in parts]
         ranked = None
         if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
@@ -409,6 +408,7 @@ class Embeddings:
         near = index.near(query.numpy(), count) if covered else {}
         near = {covered[file_number]: rows for file_number, rows in near.items() if file_number in covered}
         for part_index in near:
+            parts[part_index].check(table=False)  # those of the hits are checked when they are read
             parts[part_index].expect_reads(in_order=False)
         stored = [parts[part_index].rows[rows] for part_index, rows in near.items()]
         candidates = [(part_index, row) for part_index, rows in near.items() for row in rows.tolist()]
@@ -431,6 +431,7 @@ class Embeddings:
         """Compare all rows of parts, given by their indices, that pass the masks; see ``_from_index``."""
         scores = []
         for part_index, part in parts.items():
+            part.check()
             mask = masks[part_index]
             similarities = _drop_nonfinite(part.similarities(query))
             scores.append(similarities if mask is None else similarities.masked_fill(~mask, -torch.inf))
