@@ -375,8 +375,8 @@ class Embeddings:
             filters: pairs of a column and a text that its value must contain, ignoring case; all must match.
 
         Raises:
-            EmbeddingsChanged: a file has changed since ``refresh``. A file that is truncated in place during the
-                search ends the process; ``clipkit encode`` only replaces files.
+            EmbeddingsChanged: a file that is compared has changed since ``refresh``. A file that is truncated in
+                place during the search ends the process; ``clipkit encode`` only replaces files.
             DataError: the query has another dimension, or there is no such column.
         """
         parts = self._parts
