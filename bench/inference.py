@@ -54,6 +54,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import clipkit
+from clipkit.cli import ENVIRONMENT
 from clipkit.export.onnx import OPSET, write_model as write_onnx, write_model_int8 as write_onnx_int8
 from clipkit.export.transformers import write_model as write_transformers
 from clipkit.model.cpu import PackedWeights, keep_memory, open_core_pool, run_parallel
@@ -74,7 +75,6 @@ CONTESTANTS = {  # name -> precisions
     "onnxruntime": ("fp32", "int8"),
     "OpenVINO": ("fp32", "bf16", "int8"),
 }
-COMMAND = {"THP_MEM_ALLOC_ENABLE": "1"}  # as clipkit's commands set it, see ``clipkit.cli.select_command``
 SINGLES = 4  # inputs that are encoded one after the other
 CALIBRATION = 8  # inputs from which NNCF takes the ranges of activations
 WORDS = (
@@ -426,7 +426,7 @@ class Bound:
                 self._weights[weight.data_ptr(), weight.shape] = plain, reordered
 
     def measure_rate(self, kind: str) -> float:
-        """Return FLOP/s, by the faster of both."""
+        """Return FLOP/s by torch's function or by oneDNN with reordered weights, whichever is faster."""
         products = [(rows, *self._weights[key]) for rows, key in self._products[kind]]
         flops = sum(2 * rows * weight.numel() for rows, weight, _ in products)
         inputs = {
@@ -526,7 +526,7 @@ def rounds(
         pipes[name], there = spawn.Pipe()
         given = (name, precision, model_name, folder, options, there)
         workers.append(spawn.Process(target=worker, args=given, daemon=True))
-        environment = COMMAND if name in (OWN, EXPORT) else {}
+        environment = ENVIRONMENT if name in (OWN, EXPORT) else {}
         with patch.dict(os.environ, environment):
             workers[-1].start()
         there.close()

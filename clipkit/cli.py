@@ -420,10 +420,14 @@ def build_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     return parser
 
 
+# Huge pages for large tensors, on Linux: encoding images is 3 to 13% faster. Read at torch's first allocation.
+ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1"}
+
+
 def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) -> Callable[[], int]:
     """Import the selected command; return a function that runs it and returns the exit status."""
-    # Huge pages for large tensors, on Linux: encoding is 3 to 10% faster. Read at torch's first allocation.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     command = commands[parsed.command]
     options: Any = build_options(command.options, {**vars(parsed), **command.fixed})
     try:

@@ -120,7 +120,7 @@ class _Part:
     stamps: Sequence[FileStamp]  # of both files
 
     def check(self, *, table: bool = True) -> None:
-        """Check that the embedding file is unchanged, and the table.
+        """Check that the embedding file, and with ``table`` its metadata, is unchanged.
 
         The rows of a new table are of other images, and reading beyond the new end of a mapped file would end the
         process.
@@ -388,7 +388,10 @@ class Embeddings:
             ranked = self._from_index(index[1], parts, query, k)
         if ranked is None:
             ranked = self._compare_rows(dict(enumerate(parts)), masks, query, k)
-        return [self._hit(parts[part_index], row, -score) for score, part_index, row in sorted(ranked)[:k]]
+        ranked = sorted(ranked)[:k]
+        for part_index in {part_index for _, part_index, _ in ranked}:
+            parts[part_index].check()  # also if its metadata is in memory
+        return [self._hit(parts[part_index], row, -score) for score, part_index, row in ranked]
 
     def _from_index(
         self, index: ApproximateIndex, parts: Sequence[_Part], query: Tensor, k: int
@@ -408,7 +411,7 @@ class Embeddings:
         near = index.near(query.numpy(), count) if covered else {}
         near = {covered[file_number]: rows for file_number, rows in near.items() if file_number in covered}
         for part_index in near:
-            parts[part_index].check(table=False)  # those of the hits are checked when they are read
+            parts[part_index].check(table=False)  # the tables of hits are checked at the end
             parts[part_index].expect_reads(in_order=False)
         stored = [parts[part_index].rows[rows] for part_index, rows in near.items()]
         candidates = [(part_index, row) for part_index, rows in near.items() for row in rows.tolist()]

@@ -1,6 +1,7 @@
 """Tests of the search index: recall against exact search, changing folders, damaged indexes."""
 
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -14,7 +15,7 @@ import torch
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import FileLock
-from clipkit.inference.search import Embeddings
+from clipkit.inference.search import Embeddings, EmbeddingsChanged
 from clipkit.inference.storage import STORAGE
 from tests.clipkit.inference.test_search import unit, write
 
@@ -64,6 +65,17 @@ def test_index_recall_and_exact_similarities(
     assert "added 800 rows of 800" in (said := capsys.readouterr().out)
     assert "recall@10 " in said and float(said.split("recall@10 ")[1].split()[0]) > 0.9
     assert recall(tmp_path, rows_of(3, 20)) > 0.95
+
+
+@pytest.mark.parametrize("changed", ["img_emb/img_emb_0.npy", "metadata/metadata_0.parquet"])
+def test_files_that_changed_since_they_were_opened_raise_an_error(folder: Path, changed: str) -> None:
+    [path] = folder.glob(changed.replace("_0.", "_*0."))
+    embeddings = Embeddings(folder)
+    first = torch.from_numpy(rows_of(1, 400)[0])
+    assert embeddings.search(first, 1)[0].id.startswith("0-0-")
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(EmbeddingsChanged, match=f"{path.name} changed while it was read: search again"):
+        embeddings.search(first, 1)
 
 
 @pytest.mark.parametrize("width", [8, 100, 512])
