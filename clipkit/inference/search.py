@@ -117,7 +117,7 @@ class _Part:
     storage: Storage
     table: Path
     columns: Sequence[str]  # of the table
-    stamps: Sequence[FileStamp]  # of both files
+    stamps: tuple[FileStamp, FileStamp]  # of both files
 
     def check(self, *, table: bool = True) -> None:
         """Check that the embedding file, and with ``table`` its metadata, is unchanged.
@@ -132,7 +132,7 @@ class _Part:
         paths = (self.path, self.table) if table else (self.path,)
         for path, stamp in zip(paths, self.stamps, strict=False):
             try:
-                is_same = _stamp_of(path.stat()) == stamp
+                is_same = _stamp_of(path) == stamp
             except FileNotFoundError:
                 is_same = False
             except OSError as error:
@@ -227,7 +227,7 @@ class Embeddings:
     @property
     def missing(self) -> int:
         """Number of embedding files that ``clipkit encode`` has not completed yet; 0 if it is unknown."""
-        complete = sum(1 for _ in _files(self.folder)) - len(self.left_out)
+        complete = len(_files(self.folder)) - len(self.left_out)
         return max(0, self._file_count - complete)
 
     @property
@@ -244,21 +244,20 @@ class Embeddings:
         with self._lock:
             if not self._exact:
                 self._refresh_index()
-            opened_parts = {part.digits: part for part in self._parts}
+            opened_parts = {(part.number, *part.stamps): part for part in self._parts}
             parts = []
             self.left_out = []
             complete = set[int]()
             for file_number, rows, table in _files(self.folder):
                 part = None
                 try:
-                    stats = [path.stat() for path in (rows, table)]
-                    stamps = [_stamp_of(status) for status in stats]
-                    digits = hashlib.sha256(repr((file_number, stamps)).encode()).hexdigest()[:8]
-                    part = opened_parts.get(digits) or _open_part(file_number, digits, rows, table, stamps)
+                    stamps = _stamp_of(rows), _stamp_of(table)
+                    part = opened_parts.get((file_number, *stamps))
+                    part = part or _open_part(file_number, Path(rows), Path(table), stamps)
                 except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
                 if part is None:
-                    self.left_out.append(rows)
+                    self.left_out.append(Path(rows))
                     continue
                 complete.add(file_number)
                 if len(part.rows):
@@ -341,7 +340,7 @@ class Embeddings:
     def _refresh_index(self) -> None:
         path = self.folder / "index" / "index.json"
         try:
-            stamp = _stamp_of(path.stat())
+            stamp = _stamp_of(path)
             if self._index is None or self._index[0] != stamp:
                 self._index = None
                 self._index = stamp, ApproximateIndex(self.folder)
@@ -357,7 +356,7 @@ class Embeddings:
             missing = [f"{kind}/{kind}_{digits}.npy", f"metadata/metadata_{digits}.parquet"]
             for file_number, _, table in _files(self.folder):
                 if file_number == int(digits):
-                    missing = missing[1:] if not table.is_file() else []
+                    missing = missing[1:] if not Path(table).is_file() else []
             # the record is written after the files and removed before them
             if missing and record.is_file():
                 raise DataError(
@@ -505,7 +504,7 @@ class Embeddings:
                 return self._tables[part.digits]
         try:
             with pyarrow.parquet.ParquetFile(part.table) as file:
-                table = file.read()
+                table = file.read(use_threads=False)  # starting threads takes longer
         except (OSError, pyarrow.ArrowException) as error:
             part.check()
             raise DataError(f"cannot read {part.table}: {error}") from error
@@ -551,24 +550,24 @@ def _drop_nonfinite(scores: Tensor) -> Tensor:
     return scores.nan_to_num_(nan=-torch.inf, posinf=-torch.inf, neginf=-torch.inf)
 
 
-def _files(folder: Path) -> Iterator[tuple[int, Path, Path]]:
-    kinds = []
-    for kind in ("img_emb", "text_emb"):
-        if (folder / kind).is_dir():
-            for entry in os.scandir(folder / kind):
-                if match := _NAMED.fullmatch(entry.name):
-                    table = folder / "metadata" / f"metadata_{match[2]}.parquet"
-                    kinds.append((int(match[2]), Path(entry.path), table))
-            break
-    yield from sorted(kinds)
+def _files(folder: Path) -> list[tuple[int, str, str]]:
+    """List number, embedding file and metadata; as strings, since thousands of paths take tens of milliseconds."""
+    kind = next((kind for kind in ("img_emb", "text_emb") if (folder / kind).is_dir()), None)
+    if kind is None:
+        return []
+    tables = str(folder / "metadata" / "metadata_")
+    with os.scandir(folder / kind) as entries:
+        named = [(entry.path, match[2]) for entry in entries if (match := _NAMED.fullmatch(entry.name))]
+    return sorted((int(digits), path, f"{tables}{digits}.parquet") for path, digits in named)
 
 
-def _stamp_of(status: os.stat_result) -> FileStamp:
+def _stamp_of(path: str | Path) -> FileStamp:
+    status = os.stat(path)  # noqa: PTH116, for strings
     return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def _open_part(
-    file_number: int, digits: str, rows: Path, table: Path, stamps: Sequence[FileStamp]
+    file_number: int, rows: Path, table: Path, stamps: tuple[FileStamp, FileStamp]
 ) -> _Part | None:
     """Open a part; None if the numbers of rows differ because it is being replaced.
 
@@ -592,7 +591,7 @@ def _open_part(
         return None
     part = _Part(
         number=file_number,
-        digits=digits,
+        digits=hashlib.sha256(repr((file_number, stamps)).encode()).hexdigest()[:8],
         path=rows,
         rows=array,
         memory=mapped._mmap,
