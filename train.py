@@ -5,6 +5,7 @@ resumes a run where it stopped, with bit-identical weights, as if it had never s
 continues beyond the run's end, at the learning rate that the longer run has there.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback on Ctrl-C while torch is imported
     with report_errors():
         arguments = parse_arguments()  # --help and errors need no torch
+    gc.disable()  # collections would take a tenth of the time of imports
 
 import torch
 from torch.optim import Optimizer
@@ -62,6 +64,8 @@ from eval import (
     select_tasks,
 )
 from eval.report import build_report
+
+gc.enable()
 
 # The stages before the loop, in the order in which ``main`` calls them.
 

@@ -5,6 +5,7 @@
 Help: seconds of each command and sub-command. Training: seconds from the command to the first line of
 ``metrics.jsonl``, for the quickstart with its corpus already rendered, with ``python train.py`` and with torchrun;
 for comparison ``python -c "import torch"`` and torchrun with an empty script, which no clipkit code can shorten.
+``--dry-run`` is measured until its process ends.
 
 Other programs delay a command more than they change its CPU time (of all its processes), so both are measured. With
 ``--against``, another checkout is measured in the same alternating rounds, such as the commit before a change:
@@ -102,6 +103,7 @@ def trainings(out: Path) -> dict[str, tuple[list[str], Path | None]]:
     for name, launcher in (("python train.py", []), ("torchrun train.py", [*TORCHRUN, "--standalone"])):
         folder = out / name.replace(" ", "_")
         lines[name] = [*launcher, *run, f"out={folder}"], folder / "metrics.jsonl"
+    lines["python train.py --dry-run"] = [*run, "--dry-run"], None
     return lines
 
 

@@ -4,6 +4,7 @@ Operating system errors are reported the same way. Bugs in clipkit raise Asserti
 are reported with a traceback.
 """
 
+import gc
 import io
 import json
 import os
@@ -143,6 +144,7 @@ def _exit(status: int) -> NoReturn:
     # After Ctrl-C within exec(text), which dataclasses use, `python -m` ends with SIGINT even if the exception was
     # caught; another exec resets that.
     exec("")
+    gc.freeze()  # Python would search all objects for garbage, which takes longer than importing torch's modules
     sys.exit(status)
 
 
