@@ -106,6 +106,12 @@ def report_errors() -> Iterator[None]:
         if not (extra := _find_extra(error.name or "")):
             raise
         status = _report_error(f"{error.name} is not installed: pip install -e '.[{extra}]'")
+    except RuntimeError as error:
+        if "torchvision::" not in str(error):  # an operation that its library lacks
+            raise
+        status = _report_error(
+            "torchvision is for another version of torch: pip install --upgrade torch torchvision"
+        )
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":
             _print_to_stderr("; ".join(["stopped", *map(str, stop.args)]))

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torchvision
 
 import clipkit.errors
 from clipkit.errors import CheckpointError, ClipkitError, ConfigError, DataError, nearest, run_command
@@ -41,6 +42,20 @@ def test_missing_package_names_the_extra() -> None:
         "error: h5py is not installed: pip install -e '.[formats]'\n",
     )
     assert "ModuleNotFoundError" in run("import unknown_module").stderr
+
+
+def test_torchvision_of_another_torch_prints_one_line(tmp_path: Path) -> None:
+    # as if torch cannot load its compiled operations
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    for path in Path(torchvision.__file__).parent.iterdir():
+        if path.suffix != ".so":
+            (package / path.name).symlink_to(path)
+    done = run("import torchvision", PYTHONPATH=str(tmp_path))
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: torchvision is for another version of torch: pip install --upgrade torch torchvision\n",
+    )
 
 
 def test_warning_prints_one_line() -> None:
