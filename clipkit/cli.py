@@ -441,6 +441,9 @@ def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) 
         install = f"pip install -e '.[{command.extra}]'"
         raise ConfigError(f"{parsed.command} requires {error.name}: {install}") from error
     finally:
+        # otherwise the next collection would examine all objects of these modules
+        if not gc.get_freeze_count():
+            gc.freeze()
         gc.enable()
 
     def start() -> int:
