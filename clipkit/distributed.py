@@ -243,6 +243,13 @@ def rank_and_world() -> tuple[int, int]:
     )
 
 
+def allow_open_files() -> None:
+    """Let this process open as many files as the system allows; the usual limit is 1,024."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # no limit, which some systems refuse to set
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def select_device() -> torch.device:
     """Return the device that ``auto`` stands for: an accelerator (CUDA, MPS of Apple, XPU of Intel), else the CPU.
 
@@ -272,9 +279,7 @@ def start() -> torch.device:
         torch.cuda.set_device(local_rank)
     if int(environment.get("WORLD_SIZE", "1")) > 1:
         # each group of CPU tensors takes a descriptor for each rank, and checkpoints open the shards of all ranks
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with suppress(OSError, ValueError):  # no limit, which some systems refuse to set
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        allow_open_files()
         store, rank, world = next(rendezvous("env://", timeout=_TIMEOUT))
         # torchrun's store outlives the ranks: after a restart (torch 2.15) it still contains their old addresses
         # and notes. With several torchruns, each counts its own restarts, and the counts differ.

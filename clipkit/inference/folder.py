@@ -124,7 +124,7 @@ def _difference(stored: Mapping[str, Any], manifest: Mapping[str, Any]) -> str:
     return f"{missing[0]} was one of the sources, which are now {listed}"
 
 
-_CONTENT = ("sources", "items", "digest", "captions")  # fields that may change
+_CONTENT = ("sources", "items", "digest", "captions", "model")  # fields that may change
 _NUMBERED = re.compile(r"[a-z_]*?_?([0-9]+)\.(?:npy|parquet|jsonl)")
 
 
@@ -230,14 +230,15 @@ class EmbeddingFolder:
 
     def is_done(self, part: int) -> bool:
         """Check whether a part is complete on disk, readable and up to date."""
+        import pyarrow.parquet
+
         embeddings, metadata = self._files(part)
         if not self._is_current(part, self._record(part)):
             return False
         try:
             rows = len(np.load(embeddings, mmap_mode="r"))
-            with metadata.open("rb") as file:
-                file.seek(-4, os.SEEK_END)
-                return rows == _counts(self._record(part))["rows"] and file.read() == b"PAR1"
+            described = pyarrow.parquet.read_metadata(metadata).num_rows
+            return bool(rows == described == _counts(self._record(part))["rows"])
         except (OSError, ValueError, EOFError):  # damaged: written again
             return False
 

@@ -28,7 +28,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import lock_output, replacing, write_atomic
 from clipkit.inference.storage import unpacked
 
-_FORMAT = 3
+_FORMAT = 4
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 10
 # by each query, at least; many short lists are searched faster than few long ones
@@ -46,7 +46,8 @@ _READING = Lock()  # faiss has one limit for all threads
 # errors of damaged files
 _DAMAGED = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError)
 
-Stamp = tuple[int, int, int]  # rows, bytes and modification time in ns of an embedding file
+# rows, bytes and modification time in ns of an embedding file, and the CRC-32 of its first row
+Stamp = tuple[int, int, int, int]
 
 
 class ApproximateIndex:
@@ -75,8 +76,8 @@ class ApproximateIndex:
             if stored["format"] != _FORMAT:
                 raise ValueError("it is of another version of clipkit")
             self.covers: dict[int, Stamp] = {
-                int(file_number): (int(rows), int(size), int(time))
-                for file_number, (rows, size, time) in stored["covers"].items()
+                int(file_number): (int(rows), int(size), int(time), int(digest))
+                for file_number, (rows, size, time, digest) in stored["covers"].items()
             }
             path = described.with_name(Path(str(stored["file"])).name)
             with path.open("rb") as file:

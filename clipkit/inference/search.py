@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from PIL import Image
 from torch import Tensor
 
 from clipkit.api import encode_image, encode_text, load
+from clipkit.distributed import allow_open_files
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.pages import check_page, templates, write_page
 from clipkit.files.terminal import CountProgress, counted, format_bytes, printable
@@ -61,7 +63,7 @@ NOT_WEIGHT = 0.5  # of negative embeddings
 _DAMAGED = (
     OSError, ValueError, TypeError, ArithmeticError, SyntaxError, TokenError, pyarrow.ArrowException, DataError,
 )  # fmt: skip
-_NAMED = re.compile(r"(img|text)_emb_?(\d+)\.npy")
+_NAMED = re.compile(r"(?:img|text)_emb_?([0-9]+)\.npy")
 _SHARDS = 16  # whose list of members is kept
 _TABLES = 100 << 20  # bytes of metadata that are kept
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRETCH)
@@ -102,7 +104,7 @@ class EmbeddingsChanged(DataError):
     """An embedding file or its metadata changed while it was open."""
 
 
-FileStamp = tuple[int, int, int]  # modification time in ns, bytes and inode
+FileStamp = tuple[int, int, int, int]  # modification time in ns, bytes, inode and time of change in ns
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +142,11 @@ class _Part:
             if not is_same:
                 raise EmbeddingsChanged(f"{path} changed while it was read: search again")
 
-    @property
+    @cached_property
     def stamp(self) -> Stamp:
-        """Identifies the embedding file in an index."""
-        time, size, _ = self.stamps[0]
-        return len(self.rows), size, time
+        """Identifies the embedding file in an index, also after both were copied with their times."""
+        time, size, *_ = self.stamps[0]
+        return len(self.rows), size, time, zlib.crc32(self.rows[:1].tobytes())
 
     @property
     def width(self) -> int:
@@ -196,6 +198,7 @@ class Embeddings:
         self._exact = exact
         # with the stamp of its description
         self._index: tuple[FileStamp, ApproximateIndex] | None = None
+        allow_open_files()  # each embedding file stays open
         self.refresh()
 
     def __len__(self) -> int:
@@ -244,7 +247,7 @@ class Embeddings:
         with self._lock:
             if not self._exact:
                 self._refresh_index()
-            opened_parts = {(part.number, *part.stamps): part for part in self._parts}
+            opened_parts = {(str(part.path), *part.stamps): part for part in self._parts}
             parts = []
             self.left_out = []
             complete = set[int]()
@@ -252,7 +255,7 @@ class Embeddings:
                 part = None
                 try:
                     stamps = _stamp_of(rows), _stamp_of(table)
-                    part = opened_parts.get((file_number, *stamps))
+                    part = opened_parts.get((rows, *stamps))
                     part = part or _open_part(file_number, Path(rows), Path(table), stamps)
                 except (FileNotFoundError, EmbeddingsChanged):  # being replaced
                     pass
@@ -353,15 +356,24 @@ class Embeddings:
                 continue
             digits = record.stem.zfill(len(str(self._file_count)))
             kind = "img_emb" if self.has_images else "text_emb"
-            missing = [f"{kind}/{kind}_{digits}.npy", f"metadata/metadata_{digits}.parquet"]
-            for file_number, _, table in _files(self.folder):
-                if file_number == int(digits):
-                    missing = missing[1:] if not Path(table).is_file() else []
+            embeddings, metadata = f"{kind}/{kind}_{digits}.npy", f"metadata/metadata_{digits}.parquet"
+            fault = f"lacks {embeddings}, which was complete"
+            for file_number, rows, table in _files(self.folder):
+                if file_number != int(digits):
+                    continue
+                fault = ""
+                try:
+                    stamps = _stamp_of(rows), _stamp_of(table)
+                    if _open_part(file_number, Path(rows), Path(table), stamps) is None:
+                        fault = f"has different numbers of rows in {embeddings} and {metadata}"
+                except FileNotFoundError:
+                    fault = f"lacks {metadata}, which was complete"
+                except EmbeddingsChanged:  # being replaced
+                    pass
             # the record is written after the files and removed before them
-            if missing and record.is_file():
+            if fault and record.is_file():
                 raise DataError(
-                    f"{self.folder} lacks {missing[0]}, which was complete: run its clipkit encode command again, "
-                    "which writes it"
+                    f"{self.folder} {fault}: run its clipkit encode command again, which writes it"
                 )
 
     def search(self, query: Tensor, k: int, *, filters: Sequence[tuple[str, str]] = ()) -> list[Hit]:
@@ -479,17 +491,18 @@ class Embeddings:
         raise DataError(f"{self.folder} has no embedding of {printable(hit.path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
+        table = self._table(part)
         try:
-            values: dict[str, Any] = self._table(part).slice(row, 1).to_pylist()[0]
+            values = {name: _plain(table[i][row]) for i, name in enumerate(table.column_names)}
         except UnicodeDecodeError as error:
             raise DataError(f"cannot read {part.table}: row {row} has text that is not UTF-8") from error
         column = "image_path" if self.has_images and "image_path" in values else "caption"
-        path = values.pop(column, "")
+        path = values.pop(column, None) or ""
         return Hit(
             id=f"{part.number}-{row}-{part.digits}",
             similarity=similarity,
             path=str(path),
-            source=str(values.pop("source", "")),
+            source=str(values.pop("source", None) or ""),
             metadata={
                 name: value if value is None or isinstance(value, str | int | float) else str(value)
                 for name, value in values.items()
@@ -521,8 +534,9 @@ class Embeddings:
         mask = None
         for column, text in filters:
             table = self._table(part)
-            if column not in table.column_names:
-                raise DataError(f"no column {printable(column, 40)}: {', '.join(table.column_names)}")
+            if table.column_names.count(column) != 1:
+                kind = "several columns" if column in table.column_names else "no column"
+                raise DataError(f"{kind} {printable(column, 40)}: {', '.join(table.column_names)}")
             try:
                 values = table[column].cast(pyarrow.string())
             except pyarrow.ArrowException as error:
@@ -531,6 +545,15 @@ class Embeddings:
             column_mask = torch.from_numpy(matches.to_numpy(zero_copy_only=False).copy())
             mask = column_mask if mask is None else mask & column_mask
         return mask
+
+
+def _plain(value: pyarrow.Scalar) -> Any:
+    try:
+        return value.as_py()
+    except UnicodeDecodeError:
+        raise
+    except ValueError:  # times in nanoseconds
+        return str(value.cast(pyarrow.string()))
 
 
 def _numbers(rows: npt.NDArray[Any]) -> Tensor:
@@ -557,13 +580,17 @@ def _files(folder: Path) -> list[tuple[int, str, str]]:
         return []
     tables = str(folder / "metadata" / "metadata_")
     with os.scandir(folder / kind) as entries:
-        named = [(entry.path, match[2]) for entry in entries if (match := _NAMED.fullmatch(entry.name))]
+        named = [
+            (entry.path, match[1])
+            for entry in entries
+            if entry.name.startswith(kind) and (match := _NAMED.fullmatch(entry.name))
+        ]
     return sorted((int(digits), path, f"{tables}{digits}.parquet") for path, digits in named)
 
 
 def _stamp_of(path: str | Path) -> FileStamp:
     status = os.stat(path)  # noqa: PTH116, for strings
-    return status.st_mtime_ns, status.st_size, status.st_ino
+    return status.st_mtime_ns, status.st_size, status.st_ino, status.st_ctime_ns
 
 
 def _open_part(
@@ -625,11 +652,12 @@ def combine_query(positive: Sequence[Tensor], negative: Sequence[Tensor] = ()) -
 def load_model(embeddings: Embeddings, options: SearchOptions | ServeOptions, name: str = "") -> CLIP:
     """Load the model of embeddings, by default the one that ``clipkit encode`` recorded."""
     recorded = embeddings.manifest
-    source = name or recorded.get("model")
+    source = name or str(recorded.get("model") or "")
     if not source:
         raise ConfigError(f"{embeddings.folder} does not record its model: pass --model")
+    there = Path(str(recorded.get("directory", ""))) / source
     model = load(
-        str(source),
+        source if name or not there.exists() else there,
         name=options.name,
         device=pick_device(options.device),
         background=recorded.get("background"),

@@ -31,6 +31,7 @@ from clipkit.inference.search import (
     TEMPLATES,
     Embeddings,
     EmbeddingsChanged,
+    Hit,
     combine_query,
     encode_query,
     load_model,
@@ -132,17 +133,21 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
             raise ConfigError(f"no collection {index}: there are {len(collections)}, from 0")
         return collections[index]
 
-    def parse_result(name: str) -> tuple[Collection, str]:
-        """Return the collection of the result with this id, and the id of its row."""
+    def find_row(name: str) -> tuple[Collection, Hit, Tensor]:
+        """Return the collection of the result with this id, its row and embedding."""
         file_number, _, row = name.partition("-")
         if not re.fullmatch(r"[0-9]{1,4}", file_number):
             raise ConfigError(f"{printable(name, 40)!r} is not the id of a result")
-        return chosen(int(file_number)), row
+        collection = chosen(int(file_number))
+        try:
+            return collection, *collection.embeddings.row(row)
+        except EmbeddingsChanged:  # since the last query of this collection
+            collection.embeddings.refresh()
+            return collection, *collection.embeddings.row(row)
 
     def embedding(name: str, of: Collection) -> Tensor:
         """Return the embedding of a result, in another collection that of the same image."""
-        collection, row = parse_result(name)
-        hit, vector = collection.embeddings.row(row)
+        collection, hit, vector = find_row(name)
         return vector if collection is of else of.embeddings.find_embedding(hit)
 
     def found(parts: Parts, images: Sequence[bytes] = ()) -> Results:
@@ -213,8 +218,7 @@ def application(collections: Sequence[Collection], *, token: str = "", hosts: Se
     @app.get("/api/thumbnails/{name}", response_class=Response)
     def image(name: str) -> Response:
         """Return a result's image as a JPEG."""
-        collection, row = parse_result(name)
-        hit, _ = collection.embeddings.row(row)
+        _, hit, _ = find_row(name)
         return Response(
             thumbnail(hit, _SIDE),
             media_type="image/jpeg",

@@ -56,6 +56,21 @@ def recall(folder: Path, queries: np.ndarray, k: int = 10) -> float:
     return float(np.mean(found))
 
 
+def test_exchanged_files_of_equal_times_are_not_covered(tmp_path: Path) -> None:
+    """As archives with fixed times give."""
+    write(tmp_path, rows_of(1, 400), rows_of(2, 400))
+    paths = [tmp_path / "img_emb" / f"img_emb_{number}.npy" for number in range(2)]
+    for path in paths:
+        os.utime(path, ns=(10**18, 10**18))
+    index(tmp_path)
+    assert Embeddings(tmp_path).unindexed == 0
+    paths[0].rename(tmp_path / "other.npy")
+    paths[1].rename(paths[0])
+    (tmp_path / "other.npy").rename(paths[1])
+    assert Embeddings(tmp_path).unindexed == 800
+    assert Embeddings(tmp_path).search(torch.from_numpy(rows_of(1, 400)[7]), 1)[0].path == "1/7.png"
+
+
 @pytest.mark.parametrize("dtype", [*STORAGE])
 def test_index_recall_and_exact_similarities(
     tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]

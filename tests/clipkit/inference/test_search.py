@@ -4,6 +4,8 @@ import io
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -223,6 +225,74 @@ def test_paths_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
     assert all(hit.path in ("7", "8", "9") for hit in embeddings.search(torch.ones(16) / 4, 3))
     embeddings = write_table(tmp_path, 3, 0, url=["a", "b", "c"])
     assert all(hit.path == "" for hit in embeddings.search(torch.ones(16) / 4, 3))
+    embeddings = write_table(tmp_path, 3, 0, image_path=[None, None, None], source=[None, None, None])
+    assert all((hit.path, hit.source) == ("", "") for hit in embeddings.search(torch.ones(16) / 4, 3))
+
+
+def test_columns_that_python_cannot_represent_or_of_the_same_name(tmp_path: Path) -> None:
+    times = {"taken": pyarrow.array([1, 2], pyarrow.timestamp("ns"))}
+    embeddings = write_table(tmp_path, 2, 0, image_path=["0", "1"], **times)
+    taken = {hit.path: hit.metadata["taken"] for hit in embeddings.search(torch.ones(16) / 4, 2)}
+    assert taken == {"0": "1970-01-01 00:00:00.000000001", "1": "1970-01-01 00:00:00.000000002"}
+    columns = [pyarrow.array(["0", "1"]), pyarrow.array(["a", "b"]), pyarrow.array(["c", "d"])]
+    table = pyarrow.Table.from_arrays(columns, names=["image_path", "x", "x"])
+    pyarrow.parquet.write_table(table, tmp_path / "metadata" / "metadata_0.parquet")
+    embeddings.refresh()
+    with pytest.raises(DataError, match="several columns x: image_path, x, x"):
+        embeddings.search(torch.ones(16) / 4, 2, filters=[("x", "a")])
+
+
+def test_files_of_the_other_kind_are_ignored(tmp_path: Path) -> None:
+    write(tmp_path, unit(np.random.default_rng(0), 4))
+    np.save(tmp_path / "img_emb" / "text_emb_0.npy", unit(np.random.default_rng(1), 4))
+    assert len(Embeddings(tmp_path)) == 4
+
+
+def test_renamed_files_are_opened_again(tmp_path: Path) -> None:
+    """As ``clipkit encode`` does when the number of files gains a digit."""
+    rows = unit(np.random.default_rng(0), 4)
+    write(tmp_path, rows)
+    embeddings = Embeddings(tmp_path)
+    (tmp_path / "img_emb" / "img_emb_0.npy").rename(tmp_path / "img_emb" / "img_emb_00.npy")
+    (tmp_path / "metadata" / "metadata_0.parquet").rename(tmp_path / "metadata" / "metadata_00.parquet")
+    with pytest.raises(EmbeddingsChanged):
+        embeddings.search(torch.from_numpy(rows[2]), 1)
+    embeddings.refresh()
+    assert embeddings.search(torch.from_numpy(rows[2]), 1)[0].path == "0/2.png"
+
+
+def test_files_changed_in_place_with_their_times_restored(tmp_path: Path) -> None:
+    rows = STORAGE["int8"].pack(unit(np.random.default_rng(0), 8))
+    write(tmp_path, rows)
+    embeddings, path = Embeddings(tmp_path), tmp_path / "img_emb" / "img_emb_0.npy"
+    before = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-rows.nbytes, os.SEEK_END)
+        file.write(np.ascontiguousarray(rows[::-1]).tobytes())
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    query = torch.nn.functional.normalize(torch.from_numpy(rows[0]).float(), dim=0)
+    with pytest.raises(EmbeddingsChanged):
+        embeddings.search(query, 1)
+    embeddings.refresh()
+    (hit,) = embeddings.search(query, 1)
+    assert (hit.path, round(hit.similarity, 5)) == ("0/7.png", 1)
+
+
+def test_more_files_than_a_process_may_usually_open(tmp_path: Path) -> None:
+    """On Linux and macOS, the usual limit is 1,024 or less."""
+    write(tmp_path, *np.split(unit(np.random.default_rng(0), 60), 60))
+    program = f"""
+import resource
+from pathlib import Path
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+import torch
+from clipkit.inference.search import Embeddings
+resource.setrlimit(resource.RLIMIT_NOFILE, (50, hard))
+print(len(Embeddings(Path({str(tmp_path)!r})).search(torch.ones(16) / 4, 60)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("60\n", "")
 
 
 def test_digests_identify_rows_of_other_folders(tmp_path: Path) -> None:
@@ -380,6 +450,18 @@ def test_relative_paths_are_found_from_other_folders(
     embeddings = Embeddings(tmp_path / "out")
     (hit,) = embeddings.search(torch.nn.functional.normalize(torch.ones(embeddings.width), dim=0), 1)
     assert not Path(hit.path).is_absolute() and thumbnail(hit, 8).startswith(b"\xff\xd8\xff")
+    assert dispatch(["search", "out", "noise"]) == 0  # by the model
+
+
+def test_model_that_was_moved_is_recorded_again(encoded: Path, tmp_path: Path) -> None:
+    moved = tmp_path / "moved"
+    shutil.copytree(encoded / "model", tmp_path / "model")
+    for model in (tmp_path / "model", moved):
+        command = ["encode", str(encoded / "images"), "--model", str(model), "--out", str(tmp_path / "out")]
+        assert dispatch([*command, "--quiet"]) == 0
+        if model != moved:
+            model.rename(moved)
+    assert dispatch(["search", str(tmp_path / "out"), "noise"]) == 0
 
 
 def test_text_embeddings_are_searchable(encoded: Path, tmp_path: Path) -> None:
@@ -434,6 +516,14 @@ def test_missing_file_of_a_complete_folder_is_an_error(
     assert dispatch(encoding) == 0
     assert dispatch(["search", str(out), "noise"]) == 0
     assert capsys.readouterr().err == ""
+    table = pyarrow.parquet.read_table(out / "metadata" / "metadata_1.parquet")
+    pyarrow.parquet.write_table(table[:2], out / "metadata" / "metadata_1.parquet")
+    with pytest.raises(
+        DataError, match=r"has different numbers of rows in img_emb/img_emb_1\.npy and metadata"
+    ):
+        embeddings.refresh()
+    assert dispatch(encoding) == 0
+    embeddings.refresh()
     (out / ".parts" / "1.jsonl").unlink()  # as while encode runs
     (out / name).unlink()
     assert dispatch(["search", str(out), "noise"]) == 0

@@ -456,6 +456,12 @@ def test_results_like_those_of_another_collection_are_of_the_same_image(
                 assert best["similarity"] == pytest.approx(1, abs=1e-3)
                 images = [get(f"{address}{one['thumbnail'][1:]}") for one in (best, hit)]
                 assert images[0] == images[1]
+        # the files of a collection that is not searched change
+        hit = get(f"{address}api/search?text=noise&k=1")["results"][0]
+        os.utime(outs[0] / "img_emb" / "img_emb_0.npy")
+        for request in (f"api/search?like={hit['id']}&collection=1", hit["thumbnail"][1:]):
+            code, message = status(f"{address}{request}")
+            assert code == 400 and "the embeddings may have changed, search again" in message
 
 
 def test_server_survives_files_that_change_in_place(serving: Serving, made: Path, tmp_path: Path) -> None:
