@@ -107,7 +107,7 @@ def report_errors() -> Iterator[None]:
             raise
         status = _report_error(f"{error.name} is not installed: pip install -e '.[{extra}]'")
     except RuntimeError as error:
-        if "torchvision::" not in str(error):  # an operation that its library lacks
+        if not re.fullmatch(r"operator torchvision::\w+ does not exist", str(error)):
             raise
         status = _report_error(
             "torchvision is for another version of torch: pip install --upgrade torch torchvision"
@@ -150,7 +150,7 @@ def _exit(status: int) -> NoReturn:
     # After Ctrl-C within exec(text), which dataclasses use, `python -m` ends with SIGINT even if the exception was
     # caught; another exec resets that.
     exec("")
-    gc.freeze()  # Python would search all objects for garbage, which takes longer than importing torch's modules
+    gc.freeze()  # otherwise Python searches all objects for garbage, which takes up to a second
     sys.exit(status)
 
 

@@ -493,16 +493,16 @@ class Embeddings:
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
         table = self._table(part)
         try:
-            values = {name: _plain(table[i][row]) for i, name in enumerate(table.column_names)}
+            values = {name: _plain(table[i], row) for i, name in enumerate(table.column_names)}
         except UnicodeDecodeError as error:
             raise DataError(f"cannot read {part.table}: row {row} has text that is not UTF-8") from error
         column = "image_path" if self.has_images and "image_path" in values else "caption"
-        path = values.pop(column, None) or ""
+        path, source = values.pop(column, None), values.pop("source", None)
         return Hit(
             id=f"{part.number}-{row}-{part.digits}",
             similarity=similarity,
-            path=str(path),
-            source=str(values.pop("source", None) or ""),
+            path="" if path is None else str(path),
+            source="" if source is None else str(source),
             metadata={
                 name: value if value is None or isinstance(value, str | int | float) else str(value)
                 for name, value in values.items()
@@ -547,13 +547,17 @@ class Embeddings:
         return mask
 
 
-def _plain(value: pyarrow.Scalar) -> Any:
+def _plain(values: pyarrow.ChunkedArray, row: int) -> Any:
+    """Return a value of a column; as text if Python cannot represent it, such as a time in nanoseconds."""
     try:
-        return value.as_py()
+        return values[row].as_py()
     except UnicodeDecodeError:
         raise
-    except ValueError:  # times in nanoseconds
-        return str(value.cast(pyarrow.string()))
+    except (ValueError, OverflowError):
+        try:
+            return str(values[row].cast(pyarrow.string()))
+        except pyarrow.ArrowNotImplementedError:  # lists
+            return " ".join(values.slice(row, 1).to_string().split())
 
 
 def _numbers(rows: npt.NDArray[Any]) -> Tensor:

@@ -223,6 +223,8 @@ def index_of(embeddings: Embeddings, hit: Hit) -> int:
 def test_paths_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
     embeddings = write_table(tmp_path, 3, 0, image_path=[7, 8, 9], url=["a", "b", "c"])
     assert all(hit.path in ("7", "8", "9") for hit in embeddings.search(torch.ones(16) / 4, 3))
+    embeddings = write_table(tmp_path, 1, 0, image_path=[0], source=[0])
+    assert [(hit.path, hit.source) for hit in embeddings.search(torch.ones(16) / 4, 1)] == [("0", "0")]
     embeddings = write_table(tmp_path, 3, 0, url=["a", "b", "c"])
     assert all(hit.path == "" for hit in embeddings.search(torch.ones(16) / 4, 3))
     embeddings = write_table(tmp_path, 3, 0, image_path=[None, None, None], source=[None, None, None])
@@ -230,12 +232,18 @@ def test_paths_may_be_of_any_type_or_missing(tmp_path: Path) -> None:
 
 
 def test_columns_that_python_cannot_represent_or_of_the_same_name(tmp_path: Path) -> None:
-    times = {"taken": pyarrow.array([1, 2], pyarrow.timestamp("ns"))}
-    embeddings = write_table(tmp_path, 2, 0, image_path=["0", "1"], **times)
-    taken = {hit.path: hit.metadata["taken"] for hit in embeddings.search(torch.ones(16) / 4, 2)}
-    assert taken == {"0": "1970-01-01 00:00:00.000000001", "1": "1970-01-01 00:00:00.000000002"}
-    columns = [pyarrow.array(["0", "1"]), pyarrow.array(["a", "b"]), pyarrow.array(["c", "d"])]
-    table = pyarrow.Table.from_arrays(columns, names=["image_path", "x", "x"])
+    columns = {
+        "taken": pyarrow.array([1, 2], pyarrow.timestamp("ns")),
+        "seen": pyarrow.array([[1], [2]], pyarrow.list_(pyarrow.timestamp("ns"))),
+        "end": pyarrow.array([2**62, 2**62], pyarrow.timestamp("ms")),
+    }
+    embeddings = write_table(tmp_path, 2, 0, image_path=["0", "1"], **columns)
+    hits = {hit.path: hit.metadata for hit in embeddings.search(torch.ones(16) / 4, 2)}
+    for row in range(2):
+        taken = f"1970-01-01 00:00:00.00000000{row + 1}"
+        assert hits[str(row)]["taken"] == taken and taken in hits[str(row)]["seen"] and hits[str(row)]["end"]
+    texts = [pyarrow.array(["0", "1"]), pyarrow.array(["a", "b"]), pyarrow.array(["c", "d"])]
+    table = pyarrow.Table.from_arrays(texts, names=["image_path", "x", "x"])
     pyarrow.parquet.write_table(table, tmp_path / "metadata" / "metadata_0.parquet")
     embeddings.refresh()
     with pytest.raises(DataError, match="several columns x: image_path, x, x"):
