@@ -109,7 +109,7 @@ class RunData:
     def describe(self, config: Config, *, resumed: bool) -> list[str]:
         """Describe the training data, as lines to print."""
         manifest = self.shards.manifest
-        samples = f"{self.order.samples} samples"
+        samples = f"{self.order.samples:,} samples"
         if left_out := manifest.left_out(self.shards.selection):
             samples += f", {left_out}"
         described = self.order.describe(config.steps, config.data.redacted_sources)

@@ -734,8 +734,13 @@ class _Download:
                     if not first:
                         sample.status = "duplicate"
                         sample.cause = "image of an earlier row"
-            is_retry = bool(shard.samples[0].retry_of)
-            if not is_retry or not all(sample.status.startswith("failed") for sample in shard.samples):
+            fail_again = (  # for the same causes
+                sample.retry_of
+                and sample.status.startswith("failed")
+                and sample.cause == sample.earlier_cause
+                for sample in shard.samples
+            )
+            if not all(fail_again):
                 await asyncio.get_running_loop().run_in_executor(pool, self._write, shard)
                 self._written += 1
             shard.spool.close()

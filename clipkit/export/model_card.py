@@ -143,7 +143,7 @@ def describe_caller_steps(model: CLIP) -> str:
     """Describe what other libraries do not do or store, and the caller must do; "" for nothing."""
     steps = []
     if done := str(model.preprocess.decoding):
-        steps.append(f"Before this, {done}. Other libraries do not do this: do it before calling them.")
+        steps.append(f"Before resizing, {done}. Other libraries do not do this: do it before calling them.")
     if model.architecture.text.local_config is not None:
         steps.append(
             "open_clip finds the configuration of the text tower by its path: after moving the export, set "

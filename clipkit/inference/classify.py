@@ -392,7 +392,7 @@ def _calibrate_on_folder(
     never = [label for label, least in zip(labels, calibration.thresholds, strict=True) if least > 1]
     if never:
         which = f"{counted(len(never), 'label')} (such as {never[0]!r})"
-        why = "no threshold reaches the precision, so 2 is stored"
+        why = "no threshold reaches the precision (stored as 2)"
         print(f"note: {which} never accepted: {why}", file=sys.stderr)
     if held.high < calibration.target or not held.accepted:
         advice = "add labelled images, or lower --least-precision"

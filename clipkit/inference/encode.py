@@ -403,11 +403,11 @@ def _report(encoded: Encoded, options: EncodeOptions, who: str) -> None:
     what = counted(encoded.done, "text" if options.text else "image")
     rate = f"{encoded.done / max(encoded.seconds, 1e-9):,.1f}/s"
     already_complete = f"; {encoded.complete_files:,} already complete" if encoded.complete_files else ""
-    why = "" if options.retry_failed else " because their sources changed"
-    stale = f"; {folder.stale:,} of them replaced{why}" if folder.stale else ""
-    reused = f", {encoded.reused:,} of them unchanged and not encoded again" if encoded.reused else ""
+    why = "" if options.retry_failed else " because of changed sources"
+    stale = f"; {counted(folder.stale, 'file')} replaced{why}" if folder.stale else ""
+    reused = f"; {encoded.reused:,} of them unchanged and not encoded again" if encoded.reused else ""
     print(
-        f"{who}{what}{reused} in {encoded.seconds:,.1f} s ({rate}), "
+        f"{who}{what} in {encoded.seconds:,.1f} s ({rate}){reused}; "
         f"wrote {encoded.written:,} of {files}{stale}{already_complete}"
     )
     if encoded.recall is not None and options.dtype != "float32":

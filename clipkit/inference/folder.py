@@ -400,8 +400,8 @@ class EmbeddingFolder:
         differing = _difference(stored, manifest)
         if differing:
             raise ConfigError(
-                f"{self.out} contains embeddings of another run: {differing}; resume with the same settings, or "
-                "use another --out"
+                f"{self.out} contains embeddings with other settings: {differing}; resume with the same settings, "
+                "or use another --out"
             )
         if any(stored.get(name) != manifest[name] for name in _CONTENT):
             write_atomic(path, text, durable=True)

@@ -129,7 +129,7 @@ def test_encode_as_a_program(program: list[str], checkpoint: Path, photos: Path)
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in done.stdout.splitlines()] == [
-        "4 images in _ s (_/s), wrote 1 of 1 file",
+        "4 images in _ s (_/s); wrote 1 of 1 file",
         "1 failed, listed in out/failures.jsonl; the first: photos/x.png: not an image in a known format",
         "3 embeddings of dimension 64 in 1 file in out/img_emb",
     ]
@@ -149,9 +149,9 @@ def test_encode_reports_existing_embeddings(
     Image.new("RGB", (9, 9)).save("photos/x.png")
     assert dispatch(arguments) == 0
     said = capsys.readouterr()
-    again = "1 of them replaced because their sources changed; 1 already complete"
+    again = "1 file replaced because of changed sources; 1 already complete"
     assert [re.sub(r"[\d.]+(?= s|/s)", "_", line) for line in said.out.splitlines()] == [
-        f"2 images, 1 of them unchanged and not encoded again in _ s (_/s), wrote 1 of 2 files; {again}",
+        f"2 images in _ s (_/s); 1 of them unchanged and not encoded again; wrote 1 of 2 files; {again}",
         "4 embeddings of dimension 64 in 2 files in out/img_emb",
     ]
     assert not Path("out/failures.jsonl").exists()

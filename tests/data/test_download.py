@@ -851,6 +851,16 @@ def test_retry_may_allow_hosts_that_were_refused(server: Server, tmp_path: Path)
     assert download(path, out, SMALL, fetch=QUICK, retry_failed=True).kept == 3
 
 
+def test_report_has_the_cause_of_the_last_attempt(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", [f"http://127.0.0.1:9/{i}.jpg" for i in range(3)])
+    out = tmp_path / "out"
+    refused = download(path, out, SMALL, fetch=replace(QUICK, allow_private=False)).failures
+    first = download(path, out, SMALL, fetch=QUICK, retry_failed=True)
+    again = download(path, out, SMALL, fetch=QUICK, retry_failed=True)
+    assert first.failures == again.failures != refused and sum(first.failures.values()) == 3
+    assert (first.written, again.written, first.rows) == (1, 0, 3)
+
+
 def test_second_process_and_changed_options_are_rejected(server: Server, many: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     server.delay = 0.2

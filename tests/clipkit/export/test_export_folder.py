@@ -424,8 +424,8 @@ def test_background_and_orientation_are_documented_for_callers(
         run_export(ExportOptions(model=str(tmp_path / "model"), out=tmp_path / "out", to=("open_clip",))) == 0
     )
     line = (
-        "Before this, transparent images get the background #ffffff and the EXIF orientation of images is applied "
-        "and values from 0 to 4095 of deep images become 0 to 255. "
+        "Before resizing, transparent images get the background #ffffff and the EXIF orientation of images is "
+        "applied and values from 0 to 4095 of deep images become 0 to 255. "
         "Other libraries do not do this: do it before calling them."
     )
     assert capsys.readouterr().out.splitlines().count(line) == 1

@@ -132,7 +132,7 @@ def test_calibrate_command(
     found = read_calibration(tmp_path / "calibration.json")
     assert dispatch([*command, "--calibrate", str(folder / "labelled"), "--least-precision", "1"]) == 0
     assert (
-        "note: 2 labels (such as 'dark') never accepted: no threshold reaches the precision, so 2 is stored\n"
+        "note: 2 labels (such as 'dark') never accepted: no threshold reaches the precision (stored as 2)\n"
         in capsys.readouterr().err
     )
     replace(found, scale=-1.0).write(tmp_path / "calibration.json")

@@ -144,7 +144,7 @@ def test_changed_and_broken_remote_shards(
     os.utime(nginx.html / "set/1.tar", (0, 0))  # nginx's etag has the time in seconds
     capsys.readouterr()
     assert encode(source, tmp_path / "out", model) == 0
-    assert "wrote 1 of 3 files; 1 of them replaced because their sources changed" in capsys.readouterr().out
+    assert "wrote 1 of 3 files; 1 file replaced because of changed sources" in capsys.readouterr().out
     after = rows_of(tmp_path / "out")
     assert np.array_equal(after[[0, 1, 2, 6, 7, 8]], before[[0, 1, 2, 6, 7, 8]])
     assert not np.array_equal(after[3:6], before[3:6])
