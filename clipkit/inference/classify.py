@@ -279,6 +279,10 @@ def _labels(options: ClassifyOptions) -> tuple[list[str], Calibration | None]:
             raise DataError(
                 f"{folder} has {counted(len(labels), 'label')}: expected a folder for each of several"
             )
+        if any((folder / labels[0]).glob("*.tar")):
+            raise DataError(
+                f"{folder} is a packed dataset: give the folder of images by label that it was made of"
+            )
         if all(name.lower() in SPLIT_WORDS for name in labels):
             raise DataError(
                 f"{folder} contains splits, not labels: choose one of them, such as {folder / labels[0]}"

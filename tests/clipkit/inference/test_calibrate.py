@@ -199,6 +199,10 @@ def test_calibrate_command(
         (tmp_path / "splits" / split).mkdir(parents=True)
     with pytest.raises(DataError, match="splits contains splits, not labels: choose one of them, such as"):
         dispatch([*command, "--calibrate", "splits"])
+    (tmp_path / "splits" / "train" / "0.tar").touch()
+    (tmp_path / "splits" / "Test" / "0.tar").touch()
+    with pytest.raises(DataError, match="splits is a packed dataset: give the folder of images by label"):
+        dispatch([*command, "--calibrate", "splits"])
 
 
 def test_image_in_two_folders_has_both_labels(
