@@ -9,6 +9,7 @@ import argparse
 import gc
 import os
 import signal
+import sys
 import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -431,7 +432,9 @@ def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) 
         os.environ.setdefault(name, value)
     command = commands[parsed.command]
     options: Any = build_options(command.options, {**vars(parsed), **command.fixed})
-    gc.disable()  # collections would take a tenth of the time of imports
+    imports_torch = "torch" not in sys.modules
+    if imports_torch:
+        gc.disable()  # collections would take a tenth of the time of imports
     try:
         with _exiting_on_interrupt(command.stopped or "nothing was done"):
             run: Callable[[Any], int] = import_attribute(command.run)
@@ -441,10 +444,9 @@ def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) 
         install = f"pip install -e '.[{command.extra}]'"
         raise ConfigError(f"{parsed.command} requires {error.name}: {install}") from error
     finally:
-        # otherwise the next collection would examine all objects of these modules
-        if not gc.get_freeze_count():
-            gc.freeze()
-        gc.enable()
+        if imports_torch:
+            gc.freeze()  # otherwise the next collection would examine all objects of these modules
+            gc.enable()
 
     def start() -> int:
         try:
