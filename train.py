@@ -65,8 +65,9 @@ from eval import (
 )
 from eval.report import build_report
 
-gc.freeze()  # otherwise the next collection would examine all objects of these modules
-gc.enable()
+if __name__ == "__main__":
+    gc.freeze()  # otherwise the next collection would examine all objects of these modules
+    gc.enable()
 
 # The stages before the loop, in the order in which ``main`` calls them.
 
