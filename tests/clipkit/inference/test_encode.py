@@ -392,7 +392,7 @@ def test_missing_captions_are_null(photos: Path, model: CLIP, tmp_path: Path) ->
         ({"weights": 1}, r"the model was pets \([0-9a-f]{8}\) and is now pets \([0-9a-f]{8}\)"),
         (
             {"dim": 32},
-            r"another run: --dim was 0 and is now 32; the model was .*; resume with the same settings, or use",
+            r"other settings: --dim was 0 and is now 32; the model was .*; resume with the same settings, or use",
         ),
         ({"dim": 32, "weights": 1}, "--dim was 0 and is now 32"),
         ({"preprocess": 1}, "the model was pets"),
