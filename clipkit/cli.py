@@ -432,7 +432,7 @@ def select_command(commands: Mapping[str, Command], parsed: argparse.Namespace) 
         os.environ.setdefault(name, value)
     command = commands[parsed.command]
     options: Any = build_options(command.options, {**vars(parsed), **command.fixed})
-    imports_torch = "torch" not in sys.modules
+    imports_torch = "torch" not in sys.modules  # not for a second command of a process
     if imports_torch:
         gc.disable()  # collections would take a tenth of the time of imports
     try:

@@ -110,7 +110,7 @@ def report_errors() -> Iterator[None]:
         if not re.fullmatch(r"operator torchvision::\w+ does not exist", str(error)):
             raise
         status = _report_error(
-            "torchvision is for another version of torch: pip install --upgrade torch torchvision"
+            "torchvision does not match the installed torch: pip install --upgrade torch torchvision"
         )
     except KeyboardInterrupt as stop:
         if os.environ.get("RANK", "0") == "0":

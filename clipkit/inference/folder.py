@@ -237,8 +237,8 @@ class EmbeddingFolder:
             return False
         try:
             rows = len(np.load(embeddings, mmap_mode="r"))
-            described = pyarrow.parquet.read_metadata(metadata).num_rows
-            return bool(rows == described == _counts(self._record(part))["rows"])
+            table_rows = pyarrow.parquet.read_metadata(metadata).num_rows
+            return bool(rows == table_rows == _counts(self._record(part))["rows"])
         except (OSError, ValueError, EOFError):  # damaged: written again
             return False
 

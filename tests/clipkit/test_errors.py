@@ -54,7 +54,7 @@ def test_torchvision_of_another_torch_prints_one_line(tmp_path: Path) -> None:
     done = run("import torchvision", PYTHONPATH=str(tmp_path))
     assert (done.returncode, done.stderr) == (
         1,
-        "error: torchvision is for another version of torch: pip install --upgrade torch torchvision\n",
+        "error: torchvision does not match the installed torch: pip install --upgrade torch torchvision\n",
     )
 
 
