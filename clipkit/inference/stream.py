@@ -36,7 +36,7 @@ from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.inference.storage import ReusableRows, content_digest
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import PackedWeights, keep_memory, open_core_pool
+from clipkit.model.cpu import PackedWeights, open_core_pool, tune_process
 from clipkit.model.preprocess import pixels_and_traits
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluation_mode
@@ -151,7 +151,7 @@ class FeatureStream:
     @classmethod
     def from_options(cls, options: ModelOptions) -> "FeatureStream":
         """Load the model and settings given on the command line."""
-        keep_memory()
+        tune_process()
         model = load_for_inference(options)
         return cls(model, batch_size=options.batch_size, precision=options.precision, workers=options.workers)
 

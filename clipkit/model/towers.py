@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -247,12 +247,21 @@ def fused_attention() -> Iterator[None]:
         _is_fused.reset(before)
 
 
+def _is_computed_by_onednn(weight: Tensor) -> bool:
+    """Return whether oneDNN computes products with a weight: on CPUs, in float32 if ``tune_process`` says so."""
+    if weight.device.type != "cpu":
+        return False
+    dtype = dtype_of_products(weight)
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # unknown to mypy
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and settings.fp32_precision == "bf16")
+
+
 def choose_multiple(weight: Tensor, *, longest: int) -> int:
     """Return the number of which the tokens of packed texts should be a multiple, at most ``longest``.
 
-    In bfloat16 on a CPU, oneDNN compiles each product again for another number of tokens, which takes 3 ms.
+    oneDNN compiles each product again for another number of tokens, which takes up to 3 ms.
     """
-    if _is_fused.get() or weight.device.type != "cpu" or dtype_of_products(weight) != torch.bfloat16:
+    if _is_fused.get() or not _is_computed_by_onednn(weight):
         return 1
     return min(_FILL_TO, 1 << (longest.bit_length() - 1))
 

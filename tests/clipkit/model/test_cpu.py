@@ -1,6 +1,8 @@
-"""Tests of CPU inference: packed weights and one batch per core change embeddings by rounding only."""
+"""Tests of computing on CPUs: oneDNN, packed weights and one batch per core change results by rounding only."""
 
 import threading
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipkit import create
+from clipkit.model import cpu
 from clipkit.model.architectures import Adapters
 from clipkit.model.cpu import PackedWeights, open_core_pool, run_parallel
 from clipkit.model.lora import add_adapters
+from clipkit.model.towers import choose_multiple
 
 SHAPE = "ViT-Ti-4-16"
 
@@ -70,6 +74,49 @@ def test_packed_weights_keep_adapters() -> None:
         expected = model.encode_image(images)
         with PackedWeights(model).activate():
             torch.testing.assert_close(model.encode_image(images), expected)
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Act as if MKL were slow on this CPU, and restore torch's settings."""
+    monkeypatch.setattr(cpu, "_has_slow_mkl", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_products_by_onednn_are_in_float32(settings: Any) -> None:
+    cpu._use_onednn()  # on a CPU with AMX, it finds products in bfloat16
+    for rows, batch in [(1, ()), (40, ()), (4000, ()), (50, (8,))]:
+        x, weight = torch.randn(*batch, rows, 192), torch.randn(*batch, 192, 576)
+        expected = x.double() @ weight.double()
+        torch.testing.assert_close((x @ weight).double(), expected, atol=2e-4, rtol=0)  # bfloat16: 0.1
+
+
+def test_onednn_is_not_used_if_it_would_round_to_bfloat16(
+    settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = settings.fp32_precision
+    monkeypatch.setattr(torch, "equal", lambda found, expected: False)
+    cpu._use_onednn()
+    assert settings.fp32_precision == before
+    monkeypatch.undo()
+    monkeypatch.setattr(cpu, "_has_slow_mkl", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    cpu._use_onednn()
+    assert settings.fp32_precision == before
+
+
+def test_texts_are_filled_up_where_onednn_computes(settings: Any) -> None:
+    weight = torch.zeros(8, 8)
+    settings.fp32_precision = "none"
+    assert choose_multiple(weight, longest=77) == 1
+    settings.fp32_precision = "bf16"
+    assert choose_multiple(weight, longest=77) == 64
+    assert choose_multiple(weight.double(), longest=77) == choose_multiple(weight.to("meta"), longest=77) == 1
 
 
 def test_parallel_batches_keep_order_and_modes_on_one_core_each() -> None:
