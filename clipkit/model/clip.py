@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Adapters, Architecture, Decoder
-from clipkit.model.cpu import has_bfloat16_products
 from clipkit.model.decoder import CaptionDecoder, CaptionWordHead, TextInput
 from clipkit.model.masked import MaskedPatchHead
 from clipkit.model.naflex import Grids
 from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import Preprocess
+from clipkit.model.processor import has_bfloat16_products
 from clipkit.model.tokenizer import Tokenizer, create_tokenizer
 from clipkit.model.towers import (
     Cached,

@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from clipkit.model.processor import has_bfloat16_products, has_slow_mkl
 from clipkit.model.towers import dtype_of_products
 
 Input = TypeVar("Input")
@@ -37,14 +38,6 @@ Output = TypeVar("Output")
 _ROWS = 16  # with fewer, a product is bound by reading the weights
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # options of glibc's mallopt
 _MOST_FREE = 2**30  # bytes
-
-
-def has_bfloat16_products() -> bool:
-    """Return whether this CPU has the instructions, such as AVX-512, with which oneDNN multiplies in bfloat16.
-
-    Others take 27 times as long as in float32.
-    """
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class PackedWeights:
@@ -197,7 +190,7 @@ def _use_onednn() -> None:
     torch's setting for this permits products in bfloat16. oneDNN makes use of that on CPUs with AMX only, and a
     product that has to be exact shows whether it does.
     """
-    if not _has_slow_mkl() or torch.cpu._is_amx_tile_supported():
+    if not has_slow_mkl() or torch.cpu._is_amx_tile_supported():
         return
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # unknown to mypy
     before = settings.fp32_precision
@@ -205,14 +198,3 @@ def _use_onednn() -> None:
     fine = torch.full((512, 512), 1 + 2**-20)
     if not torch.equal(fine @ torch.eye(512), fine):
         settings.fp32_precision = before
-
-
-def _has_slow_mkl() -> bool:
-    """Return whether MKL uses AVX2 on this CPU although it has AVX-512, as on those of AMD."""
-    is_named = hasattr(torch.cpu, "get_capabilities")  # not in torch 2.11
-    is_amd = is_named and str(torch.cpu.get_capabilities().get("cpu_name", "")).startswith("AMD")
-    return (
-        is_amd
-        and torch.backends.mkldnn.is_available()
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
-    )

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
+from clipkit.model.processor import has_slow_mkl
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
@@ -231,7 +232,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
     return out
 
 
-_FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}  # of a row, up to which products can be faster
+# tokens of a row, up to which products can be faster
+_FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}
+_FEW_TOKENS_SLOW_MKL = 640
 _GROUPED = 16  # texts of up to the same multiple of so many tokens are one group
 _FILL_TO = 64  # tokens
 _is_fused = ContextVar("_is_fused", default=False)
@@ -302,11 +305,14 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     """Return whether batched products are faster than torch's attention for rows of so many tokens.
 
     On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens, and its
-    gradients in bfloat16 take several times as long as those of products. Compiled blocks always use it: a decision
-    by the number of tokens would compile several graphs.
+    gradients in bfloat16 take several times as long as those of products. Where MKL is slow, it always takes longer
+    but keeps no weights for the gradients. Compiled blocks always use it: a decision by the number of tokens would
+    compile several graphs.
     """
     if torch.compiler.is_compiling() or _is_fused.get() or k.device.type != "cpu":
         return False
+    if has_slow_mkl() and k.dtype in _FEW_TOKENS:
+        return tokens <= (_FEW_TOKENS[torch.bfloat16] if k.requires_grad else _FEW_TOKENS_SLOW_MKL)
     faster_in_training = k.dtype == torch.bfloat16 and k.requires_grad
     faster_on_cores = k.dtype == torch.float32 and torch.get_num_threads() > 1
     return (faster_in_training or faster_on_cores) and tokens <= _FEW_TOKENS[k.dtype]
@@ -385,7 +391,8 @@ class QuickGELU(nn.Module):
     """x · sigmoid(1.702 x), the approximation of GELU in OpenAI's models."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(1.702 * x)
+        gates = (1.702 * x).sigmoid_()
+        return x * gates if torch.is_grad_enabled() else gates.mul_(x)
 
 
 class Attention(nn.Module):

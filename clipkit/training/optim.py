@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from clipkit.config import OptimConfig
 from clipkit.distributed import gather_rows, rank, world_size
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import has_bfloat16_products, open_core_pool
+from clipkit.model.cpu import open_core_pool
+from clipkit.model.processor import has_bfloat16_products
 from clipkit.training import OPTIMIZERS
 from clipkit.training.build import places, tower_of
 from clipkit.training.ema import RunningStatistics

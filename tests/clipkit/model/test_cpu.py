@@ -79,7 +79,7 @@ def test_packed_weights_keep_adapters() -> None:
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Act as if MKL were slow on this CPU, and restore torch's settings."""
-    monkeypatch.setattr(cpu, "_has_slow_mkl", lambda: True)
+    monkeypatch.setattr(cpu, "has_slow_mkl", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
@@ -104,7 +104,7 @@ def test_onednn_is_not_used_if_it_would_round_to_bfloat16(
     cpu._use_onednn()
     assert settings.fp32_precision == before
     monkeypatch.undo()
-    monkeypatch.setattr(cpu, "_has_slow_mkl", lambda: True)
+    monkeypatch.setattr(cpu, "has_slow_mkl", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     cpu._use_onednn()
     assert settings.fp32_precision == before

@@ -15,6 +15,7 @@ from hypothesis import given, strategies as st
 from torch import Tensor
 
 import clipkit.model.clip
+from clipkit.model import towers
 from clipkit.model.clip import CLIP, create
 from clipkit.model.tokenizer import END_OF_TEXT, START_OF_TEXT
 from clipkit.model.towers import Packed, Padded, attention_by_length, attention_varlen, pack, supports_varlen
@@ -130,7 +131,11 @@ def test_attention_by_length_equals_attention_by_segment(
     assert (ours - exact).abs().max() <= 2e-6
 
 
-def test_features_and_gradients_on_two_cores(tiny: CLIP) -> None:
+@pytest.mark.parametrize("by_products", ["two cores", "slow MKL"])
+def test_features_and_gradients_by_products(
+    tiny: CLIP, by_products: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(towers, "has_slow_mkl", lambda: False)
     lengths = [5, 2, 7, 5, 9, 6, 3]
     tokens = texts(lengths)
     images = torch.randint(0, 256, (3, 3, 32, 32), generator=torch.Generator().manual_seed(0)).byte()
@@ -140,11 +145,36 @@ def test_features_and_gradients_on_two_cores(tiny: CLIP) -> None:
         return features.detach(), gradients(tiny, features)
 
     one, gradients_of_one = compute()
-    with on_cores(2):
-        two, gradients_of_two = compute()
-    torch.testing.assert_close(two, one, rtol=0, atol=1e-6)
+    monkeypatch.setattr(towers, "has_slow_mkl", lambda: by_products == "slow MKL")
+    with on_cores(2 if by_products == "two cores" else 1):
+        products, gradients_of_products = compute()
+    assert not torch.equal(products, one)
+    torch.testing.assert_close(products, one, rtol=0, atol=1e-6)
     for name, gradient in gradients_of_one.items():
-        torch.testing.assert_close(gradients_of_two[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(gradients_of_products[name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("trained", "most"), [(True, 320), (False, 640)])
+def test_longer_rows_attend_by_torch_where_mkl_is_slow(
+    dtype: torch.dtype, trained: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(towers, "has_slow_mkl", lambda: True)
+    by_torch: list[int] = []
+    attention = F.scaled_dot_product_attention
+
+    def record(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        by_torch.append(k.shape[-2])
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    for tokens in (most, most + 1):
+        q, k, v = torch.randn(3, 1, 1, tokens, 8, dtype=dtype).requires_grad_(trained)
+        out = towers.attend(q, k, v)
+        torch.testing.assert_close(
+            out, attention(q, k, v), atol=0.02 if dtype == torch.bfloat16 else 1e-5, rtol=0
+        )
+    assert by_torch == ([most, most + 1] if dtype == torch.float64 else [most + 1])
 
 
 @pytest.mark.parametrize("causal", [True, False])

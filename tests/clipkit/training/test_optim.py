@@ -17,7 +17,7 @@ from clipkit.config import OptimConfig
 from clipkit.errors import ConfigError
 from clipkit.model.architectures import Architecture, TextTower, VisionTower
 from clipkit.model.clip import CLIP, create
-from clipkit.model.cpu import has_bfloat16_products
+from clipkit.model.processor import has_bfloat16_products
 from clipkit.objectives.clip import clip_loss
 from clipkit.training import OPTIMIZERS, SCHEDULES, learning_rate
 from clipkit.training.build import places
