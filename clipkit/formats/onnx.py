@@ -103,6 +103,8 @@ def open_session(file: Path) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # errors
     options.intra_op_num_threads = torch.get_num_threads()
+    # threads that wait for work after a run would take the cores from torch
+    options.add_session_config_entry("session.force_spinning_stop", "1")
     return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
