@@ -422,8 +422,8 @@ def build_parser(commands: Mapping[str, Command], **program: Any) -> Parser:
     return parser
 
 
-# On Linux: huge pages for large tensors, with which encoding images is 3 to 13% faster, and a tenth of the usual time
-# in which torch's threads wait busily for work, because onnxruntime's threads need the cores. Read by torch's import.
+# On Linux: huge pages for large tensors, with which encoding images is 3 to 13% faster, and a tenth of the usual
+# time in which torch's threads wait busily for work, because onnxruntime needs the cores. Read by torch's import.
 ENVIRONMENT = {"THP_MEM_ALLOC_ENABLE": "1", "GOMP_SPINCOUNT": "30000"}
 
 

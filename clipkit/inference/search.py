@@ -167,10 +167,13 @@ class _Part:
         return scores if self.storage.unit else scores.div_(self.norms)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield blocks of rows and their numbers, which are valid until the next block."""
         length = max(1, _NUMBERS // self.width)
+        memory = torch.empty(length, self.width)  # kept, as the system clears new memory
         for start in range(0, len(self.rows), length):
             block = slice(start, start + length)
-            yield block, _numbers(self.rows[block])
+            rows = self.rows[block]
+            yield block, _numbers(rows, out=memory[: len(rows)])
 
     def expect_reads(self, *, in_order: bool) -> None:
         """Tell the system whether to read ahead when rows are not in memory."""
@@ -560,10 +563,11 @@ def _plain(values: pyarrow.ChunkedArray, row: int) -> Any:
             return " ".join(values.slice(row, 1).to_string().split())
 
 
-def _numbers(rows: npt.NDArray[Any]) -> Tensor:
-    """Return stored rows in float32, (N, O), up to a positive factor for each row."""
+def _numbers(rows: npt.NDArray[Any], out: Tensor | None = None) -> Tensor:
+    """Return stored rows in float32, (N, O), up to a positive factor for each row; maybe in the memory of out."""
     if rows.dtype == np.float16:  # numpy takes 15 times as long
-        return torch.from_numpy(rows).float()
+        halves = torch.from_numpy(rows)
+        return halves.float() if out is None else out.copy_(halves)
     return torch.from_numpy(storage_of(rows).numbers(rows))
 
 
