@@ -204,15 +204,25 @@ def test_number_of_cores_does_not_change_the_files(
     assert len(seen) > 2
 
 
-@pytest.mark.parametrize(("amx", "many", "notes"), [(True, 1, 1), (True, COUNT + 1, 0), (False, 1, 0)])
+@pytest.mark.parametrize(
+    ("amx", "amd", "many", "notes"),
+    [
+        (True, False, 1, 1),
+        (True, False, COUNT + 1, 0),
+        (False, True, 1, 1),
+        (False, False, 1, 0),
+    ],
+)
 def test_faster_precision_of_this_cpu_is_noted(
     photos: Path, model: CLIP, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], amx: bool, many: int, notes: int,
+    capsys: pytest.CaptureFixture[str], amx: bool, amd: bool, many: int, notes: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr("clipkit.inference.stream.has_slow_mkl", lambda: amd)
     monkeypatch.setattr("clipkit.inference.encode._MANY", many)
     encode_folder(photos, tmp_path / "out", model, quiet=False)
-    assert capsys.readouterr().err.count("note: --precision bf16 is several times as fast") == notes
+    assert capsys.readouterr().err.count("note: --precision bf16 is two to five times as fast") == notes
 
 
 def test_several_processes_write_the_same_files(
