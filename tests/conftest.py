@@ -39,6 +39,13 @@ def forked() -> Iterator[Forked]:
     server.close()
 
 
+@pytest.fixture(autouse=True)
+def restored_products() -> Iterator[None]:
+    """Undo what commands set for their process: that oneDNN multiplies float32."""
+    yield
+    torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]  # unknown to mypy
+
+
 def pytest_collection_finish() -> None:
     """Keep collections in forked processes from copying the memory of all imported modules."""
     gc.collect()

@@ -234,7 +234,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
 
 # tokens of a row, up to which products can be faster
 _FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}
-_FEW_TOKENS_SLOW_MKL = 640
+_FEW_TOKENS_SLOW_MKL = {True: 320, False: 640}  # in float32, with gradients and without
 _GROUPED = 16  # texts of up to the same multiple of so many tokens are one group
 _FILL_TO = 64  # tokens
 _is_fused = ContextVar("_is_fused", default=False)
@@ -305,14 +305,14 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     """Return whether batched products are faster than torch's attention for rows of so many tokens.
 
     On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens, and its
-    gradients in bfloat16 take several times as long as those of products. Where MKL is slow, it always takes longer
-    but keeps no weights for the gradients. Compiled blocks always use it: a decision by the number of tokens would
-    compile several graphs.
+    gradients in bfloat16 take several times as long as those of products. Where MKL is slow, it takes longer in
+    float32 but keeps no weights for the gradients. Compiled blocks always use it: a decision by the number of
+    tokens would compile several graphs.
     """
     if torch.compiler.is_compiling() or _is_fused.get() or k.device.type != "cpu":
         return False
-    if has_slow_mkl() and k.dtype in _FEW_TOKENS:
-        return tokens <= (_FEW_TOKENS[torch.bfloat16] if k.requires_grad else _FEW_TOKENS_SLOW_MKL)
+    if has_slow_mkl() and k.dtype == torch.float32:
+        return tokens <= _FEW_TOKENS_SLOW_MKL[k.requires_grad]
     faster_in_training = k.dtype == torch.bfloat16 and k.requires_grad
     faster_on_cores = k.dtype == torch.float32 and torch.get_num_threads() > 1
     return (faster_in_training or faster_on_cores) and tokens <= _FEW_TOKENS[k.dtype]
