@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
-from clipkit.model.processor import has_slow_mkl
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
@@ -234,7 +233,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
 
 # tokens of a row, up to which products can be faster
 _FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}
-_FEW_TOKENS_SLOW_MKL = {True: 320, False: 640}  # in float32, with gradients and without
+_FEW_TOKENS_BY_ONEDNN = {True: 320, False: 224}  # in float32, with gradients and without
 _GROUPED = 16  # texts of up to the same multiple of so many tokens are one group
 _FILL_TO = 64  # tokens
 _is_fused = ContextVar("_is_fused", default=False)
@@ -251,12 +250,17 @@ def fused_attention() -> Iterator[None]:
 
 
 def _is_computed_by_onednn(weight: Tensor) -> bool:
-    """Return whether oneDNN computes products with a weight: on CPUs, in float32 if ``tune_process`` says so."""
+    """Return whether oneDNN computes products with a weight: on CPUs in bfloat16, and maybe in float32."""
     if weight.device.type != "cpu":
         return False
     dtype = dtype_of_products(weight)
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and _multiplies_float32_by_onednn())
+
+
+def _multiplies_float32_by_onednn() -> bool:
+    """Return whether ``tune_process`` has chosen oneDNN for products in float32 on the CPU."""
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # unknown to mypy
-    return dtype == torch.bfloat16 or (dtype == torch.float32 and settings.fp32_precision == "bf16")
+    return bool(settings.fp32_precision == "bf16")
 
 
 def choose_multiple(weight: Tensor, *, longest: int) -> int:
@@ -276,7 +280,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causa
         mask: bool, broadcastable to (B, H, L, N), the tokens that each token attends to.
         causal: whether each token attends to itself and those before it; not with a mask.
     """
-    if not _is_faster_by_products(k, tokens=k.shape[-2]):
+    if not _is_faster_by_products(k, tokens=max(q.shape[-2], k.shape[-2])):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril()
@@ -305,14 +309,14 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     """Return whether batched products are faster than torch's attention for rows of so many tokens.
 
     On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens, and its
-    gradients in bfloat16 take several times as long as those of products. Where MKL is slow, it takes longer in
-    float32 but keeps no weights for the gradients. Compiled blocks always use it: a decision by the number of
-    tokens would compile several graphs.
+    gradients in bfloat16 take several times as long as those of products. In float32 it uses MKL, also where that is
+    slow, but has no weights in memory. Compiled blocks always use it: a decision by the number of tokens would
+    compile several graphs.
     """
     if torch.compiler.is_compiling() or _is_fused.get() or k.device.type != "cpu":
         return False
-    if has_slow_mkl() and k.dtype == torch.float32:
-        return tokens <= _FEW_TOKENS_SLOW_MKL[k.requires_grad]
+    if k.dtype == torch.float32 and _multiplies_float32_by_onednn():
+        return tokens <= _FEW_TOKENS_BY_ONEDNN[k.requires_grad]
     faster_in_training = k.dtype == torch.bfloat16 and k.requires_grad
     faster_on_cores = k.dtype == torch.float32 and torch.get_num_threads() > 1
     return (faster_in_training or faster_on_cores) and tokens <= _FEW_TOKENS[k.dtype]
