@@ -309,8 +309,8 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     """Return whether batched products are faster than torch's attention for rows of so many tokens.
 
     On several cores of a CPU, torch's attention is not faster than on one if each row has few tokens, and its
-    gradients in bfloat16 take several times as long as those of products. In float32 it uses MKL, also where that is
-    slow, but has no weights in memory. Compiled blocks always use it: a decision by the number of tokens would
+    gradients in bfloat16 take several times as long as those of products. In float32 it uses MKL, even where that
+    is slow, but has no weights in memory. Compiled blocks always use it: a decision by the number of tokens would
     compile several graphs.
     """
     if torch.compiler.is_compiling() or _is_fused.get() or k.device.type != "cpu":
