@@ -109,7 +109,8 @@ def test_floats_that_are_no_bytes_are_stored_with_all_bits(tmp_path: Path) -> No
     for name, images in (("normalized", values), ("ones", np.round(values)), ("wide", values * 300)):
         source = write_hdf5(tmp_path / f"{name}.h5", cxr=images, caption=[*TEXTS])
         found = packed(source, tmp_path / name)
-        assert all(np.array_equal(pixels, image) for (_, pixels), image in zip(found, images, strict=True))
+        for (_, pixels), image in zip(found, images, strict=True):
+            np.testing.assert_array_equal(pixels, image, name)
         assert {pixels.dtype for _, pixels in found} == {images.dtype}
 
 
