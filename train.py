@@ -36,7 +36,7 @@ from clipkit import distributed, training
 from clipkit.config import Config, load_config, redact_settings, to_toml
 from clipkit.errors import ClipkitError, ConfigError
 from clipkit.formats import best_checkpoint
-from clipkit.model import CLIP, tune_process
+from clipkit.model import CLIP, apply_cpu_settings
 from clipkit.model.architectures import Architecture
 from clipkit.objectives import ObjectiveState, select_terms
 from clipkit.training import build, checkpoint, costs, ema, guards, optim, parallel, stopping
@@ -451,7 +451,7 @@ def main(arguments: Arguments) -> int:
     distributed.check_launch()
     device = distributed.start()
     if device.type == "cpu":
-        tune_process()
+        apply_cpu_settings()
     rank0 = distributed.rank() == 0
 
     # 2. The configuration, which is immutable from here on.

@@ -57,7 +57,7 @@ import clipkit
 from clipkit.cli import ENVIRONMENT
 from clipkit.export.onnx import OPSET, write_model as write_onnx, write_model_int8 as write_onnx_int8
 from clipkit.export.transformers import write_model as write_transformers
-from clipkit.model.cpu import PackedWeights, open_core_pool, run_parallel, tune_process
+from clipkit.model.cpu import PackedWeights, apply_cpu_settings, open_core_pool, run_parallel
 from clipkit.model.measure import image_flops, text_flops
 from clipkit.model.names import create_architecture
 from clipkit.model.zero_shot import encode_prompts
@@ -129,7 +129,7 @@ def own_export(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path
 
 
 def own(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
-    tune_process()
+    apply_cpu_settings()
     weights = PackedWeights(model)
 
     def encode_images(batch: Tensor) -> Tensor:
@@ -477,7 +477,7 @@ def count_flops(model: clipkit.CLIP, inputs: Inputs) -> dict[str, int]:
 def measure(model_name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run all contestants in turns; return the results of one model."""
     use_cores(options.threads)
-    tune_process()
+    apply_cpu_settings()
     model, inputs = clipkit.create(model_name, seed=0).eval(), Inputs.of(model_name, options)
     found: dict[str, Any] = {}
     rates: dict[str, dict[str, float]] = {}

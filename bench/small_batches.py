@@ -35,7 +35,7 @@ from bench.flickr8k import read_scores, write_tables
 from bench.select import HEADS
 from clipkit.batch import Batch
 from clipkit.config import load_config
-from clipkit.model import select_distinct, tune_process
+from clipkit.model import apply_cpu_settings, select_distinct
 from clipkit.objectives import ObjectiveState
 from clipkit.objectives.global_clip import GlobalClip
 from clipkit.training import build, optim, parallel
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--flickr8k", type=Path, metavar="FOLDER")
     arguments, settings = parser.parse_known_args()
     if "cost" in arguments.only:
-        tune_process()
+        apply_cpu_settings()
         for name in arguments.models:
             measure_cost(name, arguments.rounds)
     work = arguments.work.absolute()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 import clipkit
 from clipkit.config import OptimConfig
-from clipkit.model import tune_process
+from clipkit.model import apply_cpu_settings
 from clipkit.model.architectures import Architecture
 from clipkit.model.names import create_architecture
 from clipkit.model.preprocess import OPENAI_MEAN, OPENAI_STD
@@ -163,7 +163,7 @@ def main() -> None:
     own = clipkit.create(options.model, seed=0).train()
     reference = open_clip.create_model(options.model).train()
     reference.load_state_dict(own.state_dict())
-    tune_process()
+    apply_cpu_settings()
     settings = {"clipkit": PRODUCTS.fp32_precision, "open_clip": "none"}
     steps = {
         "clipkit": clipkit_step(own, pairs, bf16=bf16),

@@ -570,7 +570,7 @@ class ModelOptions(LoadOptions):
     )
     precision: str = setting(
         "fp32",
-        "precision of the towers; bf16 is 4 to 5 times as fast on CPUs with AMX, 1.9 times on AMD's with AVX-512",
+        "precision of the towers; bf16 is much faster on CPUs with AMX, and on those of AMD with AVX-512",
         one_of("fp32", "bf16", "fp16"),
     )
     workers: int | None = setting(

@@ -24,7 +24,7 @@ from clipkit import CLIP, distributed, load
 from clipkit.errors import ClipkitError, ConfigError, DataError, Unavailable, nearest
 from clipkit.files import counted, printable
 from clipkit.formats import find_newest_epoch, model_hash, resolve_checkpoint, select_best
-from clipkit.model import ClassTokenizer, image_gflops, tune_process
+from clipkit.model import ClassTokenizer, apply_cpu_settings, image_gflops
 from clipkit.samples import MissingSplit, TraitCounts
 from clipkit.samples.remote import cache_folder
 from data.corpora.builtin import BUILTIN
@@ -657,7 +657,7 @@ def score_model(
 
 def load_scored(source: ModelSource, options: ScoringOptions, device: str, *, writes: bool = True) -> CLIP:
     """Load a model with the preprocessing of the options; check that results can be written if it ``writes``."""
-    tune_process()
+    apply_cpu_settings()
     if source.source.startswith(TIMM):
         if options.dims:
             raise ConfigError(f"--dim requires a CLIP, not {source.source}")

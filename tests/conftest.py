@@ -40,7 +40,7 @@ def forked() -> Iterator[Forked]:
 
 
 @pytest.fixture(autouse=True)
-def restored_products() -> Iterator[None]:
+def restore_library_of_products() -> Iterator[None]:
     """Undo what commands set for their process: that oneDNN multiplies float32."""
     yield
     torch.backends.mkldnn.matmul.fp32_precision = "none"  # type: ignore[attr-defined]  # unknown to mypy

@@ -151,7 +151,7 @@ def encode(
         began = time.monotonic()
         total = sum(map(manifest.items_of, assigned))
         if progress and total >= _MANY and features.is_faster_in_bf16:
-            print("note: --precision bf16 is two to five times as fast on this CPU", file=sys.stderr)
+            print("note: --precision bf16 is much faster on this CPU", file=sys.stderr)
         with CountProgress("encoding", total=total, shown=progress) as bar:
             todo = _refreshing(folder.reusable, _items_of(stream, assigned, rows_per_file))
             encode_parts = encode_parts or partial(_parts_of, reusable=folder.reusable)

@@ -36,9 +36,9 @@ from clipkit.formats.checkpoint import model_hash
 from clipkit.inference.inputs import Item, Kind, read_caption, read_image
 from clipkit.inference.storage import ReusableRows, content_digest
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import PackedWeights, open_core_pool, tune_process
+from clipkit.model.cpu import PackedWeights, apply_cpu_settings, open_core_pool
 from clipkit.model.preprocess import pixels_and_traits
-from clipkit.model.processor import has_slow_mkl
+from clipkit.model.processor import is_faster_in_bfloat16
 from clipkit.model.tokenizer import MAX_CHARACTERS, ClassTokenizer
 from clipkit.model.zero_shot import evaluation_mode
 from clipkit.samples.traits import NO_TRAITS, TraitCounts, Traits
@@ -146,16 +146,13 @@ class FeatureStream:
 
     @property
     def is_faster_in_bf16(self) -> bool:
-        """Whether this CPU would encode at least 1.9 times as fast in bfloat16 (bench/inference.py has figures)."""
-        if self.precision != "fp32" or self.device.type != "cpu":
-            return False
-        has_amx = torch.cpu._is_amx_tile_supported()
-        return has_amx or (has_slow_mkl() and torch.cpu._is_avx512_bf16_supported())
+        """Whether this CPU would encode much faster in bfloat16."""
+        return self.precision == "fp32" and self.device.type == "cpu" and is_faster_in_bfloat16()
 
     @classmethod
     def from_options(cls, options: ModelOptions) -> "FeatureStream":
         """Load the model and settings given on the command line."""
-        tune_process()
+        apply_cpu_settings()
         model = load_for_inference(options)
         return cls(model, batch_size=options.batch_size, precision=options.precision, workers=options.workers)
 

@@ -22,7 +22,7 @@ from clipkit.model.attention import (
     watch_attention,
 )
 from clipkit.model.clip import CLIP
-from clipkit.model.cpu import open_core_pool, run_parallel, tune_process
+from clipkit.model.cpu import apply_cpu_settings, open_core_pool, run_parallel
 from clipkit.model.generate import caption_likelihoods, generate_captions
 from clipkit.model.library_towers import OpenClipText, OpenClipVision, TimmVision, TransformersText
 from clipkit.model.measure import architecture_gflops, image_gflops
@@ -52,11 +52,11 @@ __all__ = [
     "ARCHITECTURES", "CLIP", "CONTEXT_LENGTH", "END_OF_TEXT", "IMAGE_TOWERS", "MAX_CHARACTERS", "QUICKGELU",
     "TEXT_TOWERS", "Architecture", "BagOfWords", "ClassTable", "ClassTokenizer", "ClipTokenizer",
     "ImageArchitecture", "OpenClipText", "OpenClipVision", "PatchBudget", "Preprocess", "TextArchitecture",
-    "TextTower", "TimmVision", "TransformersText", "VisionTower", "architecture_gflops", "attach_class_head",
-    "attention_blocks", "caption_likelihoods", "combine_features", "create_architecture", "create_tokenizer",
-    "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode", "fill_template",
+    "TextTower", "TimmVision", "TransformersText", "VisionTower", "apply_cpu_settings", "architecture_gflops",
+    "attach_class_head", "attention_blocks", "caption_likelihoods", "combine_features", "create_architecture",
+    "create_tokenizer", "encode_all_tokens", "encode_prompts", "eval_pixels", "evaluation_mode", "fill_template",
     "find_indistinguishable_classes",
     "generate_captions", "image_gflops", "image_representations", "layer_count",
     "number_texts", "open_core_pool", "patch_grid", "pixels_and_traits", "reads_class_token", "run_parallel",
-    "select_distinct", "text_heatmaps", "tokenize", "tune_process", "watch_attention",
+    "select_distinct", "text_heatmaps", "tokenize", "watch_attention",
 ]  # fmt: skip

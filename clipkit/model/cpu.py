@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from clipkit.model.processor import has_bfloat16_products, has_slow_mkl
+from clipkit.model.processor import has_bfloat16_products, use_onednn_for_float32
 from clipkit.model.towers import dtype_of_products
 
 Input = TypeVar("Input")
@@ -163,10 +163,10 @@ def open_core_pool(workers: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(threads)
 
 
-def tune_process() -> None:
+def apply_cpu_settings() -> None:
     """Let torch compute faster on CPUs in this process; for commands, before they start threads."""
     _keep_memory()
-    _use_onednn()
+    use_onednn_for_float32()
 
 
 def _keep_memory() -> None:
@@ -182,19 +182,3 @@ def _keep_memory() -> None:
     for option in (_MMAP_THRESHOLD, _TRIM_THRESHOLD):
         mallopt(option, _MOST_FREE)
     mallopt(_ARENA_MAX, 1)
-
-
-def _use_onednn() -> None:
-    """Let oneDNN compute the products of this process in float32, where it is faster than MKL.
-
-    torch's setting for this permits products in bfloat16. oneDNN makes use of that on CPUs with AMX only, and a
-    product that has to be exact shows whether it does.
-    """
-    if not has_slow_mkl() or torch.cpu._is_amx_tile_supported():
-        return
-    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # unknown to mypy
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    fine = torch.full((512, 512), 1 + 2**-20)
-    if not torch.equal(fine @ torch.eye(512), fine):
-        settings.fp32_precision = before

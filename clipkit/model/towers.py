@@ -14,13 +14,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from clipkit.files.splitmix import MASK, STEP, mix, mix_tensor, to_signed
+from clipkit.model.processor import uses_onednn_for_float32
 
 # Layouts of a batch of tokens: padded rows, or texts packed into one row. Nothing after end of text reaches a
 # text's features, so a packed batch contains each text up to there. All layers except attention work on single
@@ -233,7 +234,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, *, ends_on
 
 # tokens of a row, up to which products can be faster
 _FEW_TOKENS = {torch.float32: 64, torch.bfloat16: 320}
-_FEW_TOKENS_BY_ONEDNN = {True: 320, False: 224}  # in float32, with gradients and without
+# the same if oneDNN multiplies float32
+_FEW_TOKENS_WITH_GRADIENTS = 320
+_FEW_TOKENS_WITHOUT_GRADIENTS = 224
 _GROUPED = 16  # texts of up to the same multiple of so many tokens are one group
 _FILL_TO = 64  # tokens
 _is_fused = ContextVar("_is_fused", default=False)
@@ -254,13 +257,7 @@ def _is_computed_by_onednn(weight: Tensor) -> bool:
     if weight.device.type != "cpu":
         return False
     dtype = dtype_of_products(weight)
-    return dtype == torch.bfloat16 or (dtype == torch.float32 and _multiplies_float32_by_onednn())
-
-
-def _multiplies_float32_by_onednn() -> bool:
-    """Return whether ``tune_process`` has chosen oneDNN for products in float32 on the CPU."""
-    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # unknown to mypy
-    return bool(settings.fp32_precision == "bf16")
+    return dtype == torch.bfloat16 or (dtype == torch.float32 and uses_onednn_for_float32())
 
 
 def choose_multiple(weight: Tensor, *, longest: int) -> int:
@@ -315,8 +312,8 @@ def _is_faster_by_products(k: Tensor, *, tokens: int) -> bool:
     """
     if torch.compiler.is_compiling() or _is_fused.get() or k.device.type != "cpu":
         return False
-    if k.dtype == torch.float32 and _multiplies_float32_by_onednn():
-        return tokens <= _FEW_TOKENS_BY_ONEDNN[k.requires_grad]
+    if k.dtype == torch.float32 and uses_onednn_for_float32():
+        return tokens <= (_FEW_TOKENS_WITH_GRADIENTS if k.requires_grad else _FEW_TOKENS_WITHOUT_GRADIENTS)
     faster_in_training = k.dtype == torch.bfloat16 and k.requires_grad
     faster_on_cores = k.dtype == torch.float32 and torch.get_num_threads() > 1
     return (faster_in_training or faster_on_cores) and tokens <= _FEW_TOKENS[k.dtype]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from clipkit import create
-from clipkit.model import cpu
+from clipkit.model import processor
 from clipkit.model.architectures import Adapters
 from clipkit.model.cpu import PackedWeights, open_core_pool, run_parallel
 from clipkit.model.lora import add_adapters
@@ -79,7 +79,7 @@ def test_packed_weights_keep_adapters() -> None:
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Act as if MKL were slow on this CPU, and restore torch's settings."""
-    monkeypatch.setattr(cpu, "has_slow_mkl", lambda: True)
+    monkeypatch.setattr(processor, "has_slow_mkl", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
@@ -89,7 +89,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_products_by_onednn_are_in_float32(settings: Any) -> None:
-    cpu._use_onednn()  # on a CPU with AMX, it finds products in bfloat16
+    processor.use_onednn_for_float32()  # on a CPU with AMX, it finds products in bfloat16
     for rows, batch in [(1, ()), (40, ()), (4000, ()), (50, (8,))]:
         x, weight = torch.randn(*batch, rows, 192), torch.randn(*batch, 192, 576)
         expected = x.double() @ weight.double()
@@ -101,12 +101,12 @@ def test_onednn_is_not_used_if_it_would_round_to_bfloat16(
 ) -> None:
     before = settings.fp32_precision
     monkeypatch.setattr(torch, "equal", lambda found, expected: False)
-    cpu._use_onednn()
+    processor.use_onednn_for_float32()
     assert settings.fp32_precision == before
     monkeypatch.undo()
-    monkeypatch.setattr(cpu, "has_slow_mkl", lambda: True)
+    monkeypatch.setattr(processor, "has_slow_mkl", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    cpu._use_onednn()
+    processor.use_onednn_for_float32()
     assert settings.fp32_precision == before
 
 
