@@ -30,7 +30,9 @@ from clipkit.cli import (
 from clipkit.errors import ConfigError
 
 # the names of ``clipkit.export.EXPORTS``, whose package imports torch
-EXPORT_TARGETS = ("open_clip", "transformers", "sentence-transformers", "timm", "onnx", "onnx-int8")
+EXPORT_TARGETS = (
+    "open_clip", "transformers", "sentence-transformers", "timm", "onnx", "onnx-int8", "openvino", "openvino-int8",
+)  # fmt: skip
 _EMBEDDINGS = "a folder that clipkit encode wrote"
 _DEFAULT_CONFIG = Path(__file__).parents[1] / "configs" / "quickstart.toml"
 _MOST = 1_000_000
@@ -221,7 +223,12 @@ class ExportOptions(NameOptions):
         default_text="open_clip and transformers",
     )
     quantize: str | None = setting(
-        None, "with --to onnx: store int8 weights (the same as --to onnx-int8)", one_of("int8")
+        None, "with --to onnx or openvino: store int8 weights (the same as --to onnx-int8)", one_of("int8")
+    )
+    calibrate: str | None = setting(
+        None,
+        "with --to openvino --quantize int8: images like those to encode, to measure ranges of activations on",
+        metavar="SOURCE",
     )
     push: str | None = setting(
         None,
@@ -399,6 +406,8 @@ embeddings.
   clipkit export runs/pets pets-clip --push me/pets
   clipkit export runs/pets pets-onnx --to onnx
   clipkit export runs/pets pets-int8 --to onnx --quantize int8
+  clipkit export runs/pets pets-fast --to openvino --quantize int8 \\
+    --calibrate photos
   python -m eval zero-shot --model runs/pets --model pets-int8 --data FOLDER""",
         run="clipkit.export.write:run_export",
         options=ExportOptions,

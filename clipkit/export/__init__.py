@@ -6,9 +6,11 @@
     timm                     config.json, model.safetensors: the image tower alone
     onnx                     visual.onnx, textual.onnx, onnx_config.json, tokenizer.json (not for class heads)
     onnx-int8                the same with int8 weights
+    openvino                 visual.xml, visual.bin, textual.xml, textual.bin, openvino_config.json, tokenizer.json
+    openvino-int8            the same with int8 weights
 
-One folder can contain several exports, but not timm and transformers or sentence-transformers, and not onnx and
-onnx-int8, because their files have the same names. ``EXPORTS`` registers the targets.
+One folder can contain several exports, but not timm and transformers or sentence-transformers, because their files
+have the same names, and only one of the last four. ``EXPORTS`` registers the targets.
 """
 
 from clipkit.export.interpolation import interpolate, load_interpolatable

@@ -32,16 +32,16 @@ from clipkit.export.checks import Samples, max_difference, select_texts
 from clipkit.export.open_clip import store_tokenizer
 from clipkit.export.transformers import write_clip_tokenizer
 from clipkit.files.terminal import counted
-from clipkit.formats.onnx import open_session
+from clipkit.formats.graph import open_graph
 from clipkit.model.clip import CLIP
 from clipkit.model.tokenizer import ClassTokenizer, ClipTokenizer
 from clipkit.model.towers import Padded, normalize_halves
 
 OPSET = 20  # the first with GELU as one node
 CONFIG, VISUAL, TEXTUAL = "onnx_config.json", "visual.onnx", "textual.onnx"
+FLOAT32 = ".float32"  # folder of the graphs before quantization, removed after the comparison
 _INSIDE = 3 * 2**29  # maximum size of weights stored in the graph's file, in bytes
 _BATCHES = (1, 3, 8)  # batch sizes used by the check
-_FLOAT32 = ".float32"  # folder of the graphs before quantization, removed after the comparison
 _QUANTIZED = ("MatMul", "Gemm", "Gather")
 _ROUNDS = 7
 
@@ -172,7 +172,7 @@ def write_model_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -
     """Write the graphs with int8 weights; otherwise as ``write_model``."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    before, written = folder / _FLOAT32, []
+    before, written = folder / FLOAT32, []
     before.mkdir()
     names = write_model(model, tensors, before)
     for name in (VISUAL, TEXTUAL):
@@ -200,82 +200,91 @@ def write_model_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -
     return [*written, CONFIG, *others]
 
 
-def measure_difference(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference(model: CLIP, folder: Path, samples: Samples, *, suffix: str = ".onnx") -> float:
     """Run the graphs at several batch sizes; return the largest difference of unit-norm embeddings."""
     largest = 0.0
     for batch in _BATCHES:
-        images, texts = _run_graphs(model, folder, samples, batch)
+        images, texts = _run_graphs(model, folder, samples, batch, suffix)
         largest = max(largest, max_difference(images, samples.image_embeddings[:batch]))
         largest = max(largest, max_difference(texts, samples.text_embeddings[:batch]))
     return largest
 
 
-def measure_difference_int8(model: CLIP, folder: Path, samples: Samples) -> float:
+def measure_difference_int8(model: CLIP, folder: Path, samples: Samples, *, suffix: str = ".onnx") -> float:
     """Run the graphs; return 1 − the lowest cosine similarity of an embedding to clipkit's, infinite for NaN."""
-    images, texts = _run_graphs(model, folder, samples, len(samples.texts))
+    images, texts = _run_graphs(model, folder, samples, len(samples.texts), suffix)
     cosines = torch.cat(
         [(images * samples.image_embeddings).sum(-1), (texts * samples.text_embeddings).sum(-1)]
     )
     return float((1 - cosines).max().nan_to_num(nan=torch.inf))
 
 
-def compare_model_int8(model: CLIP, folder: Path, samples: Samples) -> str:
+def compare_model_int8(model: CLIP, folder: Path, samples: Samples, *, suffix: str = ".onnx") -> str:
     """Describe size and speed before and after quantization, and remove the graphs in float32.
 
     Both graphs run in turn on the same inputs and cores; times are medians.
     """
     lines = []
-    for what, file, feed in (
-        ("images", VISUAL, {"pixel_values": samples.pixels.numpy()}),
-        ("texts", TEXTUAL, {"input_ids": model.tokenizer(samples.texts).numpy()}),
+    for name, kind, values in (
+        ("visual", "images", samples.pixels.numpy()),
+        ("textual", "texts", model.tokenizer(samples.texts).numpy()),
     ):
-        folders = (folder / _FLOAT32, folder)
-        sizes = [sum(path.stat().st_size for path in inner.glob(f"{file}*")) / 1e6 for inner in folders]
-        sessions = [open_session(inner / file) for inner in folders]
+        folders = (folder / FLOAT32, folder)
+        sizes = [sum(path.stat().st_size for path in inner.glob(f"{name}.*")) / 1e6 for inner in folders]
+        graphs = [open_graph(inner / f"{name}{suffix}") for inner in folders]
         times: list[list[float]] = [[], []]
         for _ in range(_ROUNDS):
-            for session, milliseconds in zip(sessions, times, strict=True):
+            for graph, milliseconds in zip(graphs, times, strict=True):
                 begun = time.perf_counter()
-                session.run(None, feed)
+                graph.run(values)
                 milliseconds.append(1e3 * (time.perf_counter() - begun))
         before, after = (median(milliseconds[1:]) for milliseconds in times)  # without the first round
-        speed = f"{before:.1f} → {after:.1f} ms for {len(samples.texts)} {what}"
-        lines.append(f"{file} {sizes[0]:.1f} → {sizes[1]:.1f} MB, {speed}")
-    shutil.rmtree(folder / _FLOAT32)
+        speed = f"{before:.1f} → {after:.1f} ms for {len(samples.texts)} {kind}"
+        lines.append(f"{name}{suffix} {sizes[0]:.1f} → {sizes[1]:.1f} MB, {speed}")
+    shutil.rmtree(folder / FLOAT32)
     return f"{'; '.join(lines)} (float32 → int8, {counted(torch.get_num_threads(), 'thread')})"
 
 
-def _run_graphs(model: CLIP, folder: Path, samples: Samples, batch: int) -> tuple[Tensor, Tensor]:
+def _run_graphs(
+    model: CLIP, folder: Path, samples: Samples, batch: int, suffix: str
+) -> tuple[Tensor, Tensor]:
     tokens = model.tokenizer(samples.texts[:batch])  # trimmed to the longest text if the tower allows it
-    images = open_session(folder / VISUAL).run(None, {"pixel_values": samples.pixels[:batch].numpy()})[0]
-    texts = open_session(folder / TEXTUAL).run(None, {"input_ids": tokens.numpy()})[0]
-    return torch.as_tensor(images), torch.as_tensor(texts)
+    images = open_graph(folder / f"visual{suffix}").run(samples.pixels[:batch].numpy())
+    texts = open_graph(folder / f"textual{suffix}").run(tokens.numpy())
+    return torch.from_numpy(images), torch.from_numpy(texts)
 
 
-_ONNX = """
+_EXAMPLE = """
 import json
 from pathlib import Path
 import numpy as np
-import onnxruntime
+import {runtime}
 from PIL import Image
 {import}
 folder = Path("{folder}")
-config = json.loads((folder / "onnx_config.json").read_text())
+config = json.loads((folder / "{config}").read_text())
 visual, textual = (
-    onnxruntime.InferenceSession(folder / config[kind]["file"], providers=["CPUExecutionProvider"])
+    {open}
     for kind in ("image", "text")
 )
 {resize}
 values = (np.asarray(image.convert("RGB"), np.float32) / 255 - how["mean"]) / how["std"]
 pixels = values.transpose(2, 0, 1)[None].astype(np.float32)
 {tokens}
-image = visual.run(None, {"pixel_values": pixels})[0]
-text = textual.run(None, {"input_ids": ids})[0]
+image = {visual}[0]
+text = {textual}[0]
 logits = config["logit_scale"] * image @ text.T
 probabilities = np.exp(logits - logits.max())
 print(probabilities / probabilities.sum())
 """
-_OPEN = """
+ONNXRUNTIME = {  # what the example consists of
+    "runtime": "onnxruntime",
+    "config": CONFIG,
+    "open": 'onnxruntime.InferenceSession(folder / config[kind]["file"], providers=["CPUExecutionProvider"])',
+    "visual": 'visual.run(None, {"pixel_values": pixels})',
+    "textual": 'textual.run(None, {"input_ids": ids})',
+}
+_OPEN_IMAGE = """
 image, how = Image.open("cat.jpg"), config["preprocess"]
 size, resample = how["image_size"], Image.Resampling[how["interpolation"].upper()]
 """
@@ -314,17 +323,19 @@ ids = np.arange(len(config["classes"]))[:, None]  # in the order of these names
 """
 
 
-def format_example(model: CLIP) -> str:
-    """Return code that loads the export and compares an image with texts or classes."""
+def format_example(model: CLIP, *, parts: Mapping[str, str] = ONNXRUNTIME) -> str:
+    """Return code that loads the export and compares an image with texts or classes; ``parts`` fills its gaps."""
     tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
     if isinstance(model.tokenizer, ClassTokenizer):
         tokens, needed = _CLASSES, ""
     if isinstance(model.tokenizer, ClipTokenizer):
         length = "None" if model.tokenizer.trim else 'config["context_length"]'
         tokens, needed = _CLIP_TOKENS.replace("{length}", length), "from tokenizers import Tokenizer\n"
-    resize = _OPEN.strip() + "\n" + _RESIZES[model.preprocess.resize_mode].strip()
-    code = _ONNX.replace("{import}", needed)
-    return code.replace("{resize}", resize).replace("{tokens}", tokens.strip())
+    resize = _OPEN_IMAGE.strip() + "\n" + _RESIZES[model.preprocess.resize_mode].strip()
+    code = _EXAMPLE
+    for gap, text in {**parts, "import": needed, "resize": resize, "tokens": tokens.strip()}.items():
+        code = code.replace(f"{{{gap}}}", text)
+    return code
 
 
 format_example_int8 = format_example

@@ -1,14 +1,12 @@
 """The libraries to export to. Importing this module does not import torch, nor the libraries."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from clipkit.export.checks import Samples
     from clipkit.model.clip import CLIP
 
@@ -22,33 +20,38 @@ class ExportTarget:
         package: import name of the package that loads the export.
         distribution: name of that package on PyPI.
         obstacle: returns why a model of RGB images cannot be exported, or "".
-        write: writes a model with float32 weights on the CPU to a folder; returns the names of the files.
+        write: writes a model with float32 weights on the CPU to a folder: (model, tensors, folder) → names of the
+            files. If the target is ``calibrated``, its argument ``images`` is (N, 3, S, S) uint8, preprocessed.
         check: loads that folder with the library; returns the largest difference of embeddings, or 1 − their lowest
             cosine similarity if ``approximate``.
         compare: describes speed and size after the check; None for nothing.
         example: returns Python code for the model card that loads the folder ``{folder}``.
         needs: import names of packages required by ``write``.
+        extra: extra of clipkit with these packages.
         apart: targets whose files have the same names, so that they need separate folders.
         loads: whether ``clipkit.load`` can read the folder.
         resizes: whether the library resizes images differently and does not repair texts.
         channels: whether it can represent models of other than RGB images.
         approximate: whether embeddings differ by more than rounding, because weights are quantized.
+        calibrated: whether ``write`` measures ranges of values on images.
     """
 
     display: str
     package: str
     distribution: str
     obstacle: "Callable[[CLIP], str]"
-    write: "Callable[[CLIP, Mapping[str, Tensor], Path], list[str]]"
+    write: "Callable[..., list[str]]"
     check: "Callable[[CLIP, Path, Samples], float]"
     example: "Callable[[CLIP], str]"
     needs: tuple[str, ...] = ()
+    extra: str = "export"
     apart: frozenset[str] = frozenset()
     default: bool = False
     texts: bool = True
     loads: bool = False
     resizes: bool = False
     approximate: bool = False
+    calibrated: bool = False
     channels: bool = False
     compare: "Callable[[CLIP, Path, Samples], str] | None" = None
 
@@ -72,7 +75,9 @@ def _create_target(
     """Create a target with the functions of ``clipkit.export.MODULE``, which is imported on the first call."""
 
     def function(name: str) -> Callable[..., Any]:
-        return lambda *arguments: getattr(import_module(f"clipkit.export.{module}"), name)(*arguments)
+        return lambda *arguments, **options: getattr(import_module(f"clipkit.export.{module}"), name)(
+            *arguments, **options
+        )
 
     package = package or module
     return ExportTarget(
@@ -88,6 +93,8 @@ def _create_target(
     )
 
 
+# targets that ``clipkit.load`` reads if a folder has one of them
+_GRAPHS = frozenset({"onnx", "onnx-int8", "openvino", "openvino-int8"})
 EXPORTS: dict[str, ExportTarget] = {
     "open_clip": _create_target(
         "open_clip", "open_clip", distribution="open_clip_torch", default=True, loads=True
@@ -122,7 +129,7 @@ EXPORTS: dict[str, ExportTarget] = {
         "onnxruntime",
         package="onnxruntime",
         needs=("onnx", "onnxscript"),
-        apart=frozenset({"onnx-int8"}),
+        apart=_GRAPHS - {"onnx"},
     ),
     "onnx-int8": _create_target(
         "onnx",
@@ -130,7 +137,24 @@ EXPORTS: dict[str, ExportTarget] = {
         suffix="_int8",
         package="onnxruntime",
         needs=("onnx", "onnxscript", "onnxruntime"),
-        apart=frozenset({"onnx"}),
+        apart=_GRAPHS - {"onnx-int8"},
         approximate=True,
+    ),
+    "openvino": _create_target(
+        "openvino",
+        "OpenVINO",
+        needs=("onnx", "onnxscript", "openvino"),
+        extra="openvino",
+        apart=_GRAPHS - {"openvino"},
+    ),
+    "openvino-int8": _create_target(
+        "openvino",
+        "OpenVINO (int8)",
+        suffix="_int8",
+        needs=("onnx", "onnxscript", "openvino", "nncf"),
+        extra="openvino",
+        apart=_GRAPHS - {"openvino-int8"},
+        approximate=True,
+        calibrated=True,
     ),
 }

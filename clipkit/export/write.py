@@ -25,21 +25,26 @@ from torch import Tensor
 
 from clipkit import __version__
 from clipkit.api import load
-from clipkit.errors import CheckpointError, ConfigError, nearest
+from clipkit.errors import CheckpointError, ConfigError, DataError, nearest
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, describe_caller_steps, find_source, render_card
 from clipkit.export.targets import EXPORTS
 from clipkit.files.hub import HUB, check_push, push_folder
+from clipkit.files.terminal import counted
 from clipkit.files.writing import lock_output, resolve_output
 from clipkit.formats.checkpoint import collect_tensors, model_hash
 from clipkit.model.architectures import HEADS
 from clipkit.model.clip import CLIP
+from clipkit.model.preprocess import eval_pixels
 from clipkit.model.zero_shot import evaluation_mode
 from clipkit.options import ExportOptions
+from clipkit.samples.sources import open_samples
 
 MANIFEST, CARD, NEW_CARD = "clipkit_export.json", "README.md", "README.new.md"
 TOLERANCE = 1e-5  # largest allowed difference of embeddings
 LOWEST_COSINE = 0.9  # of embeddings with quantized weights; a quantization that failed gives lower ones
+_MOST_IMAGES = 300  # that ranges of activations are measured on, NNCF's default
+_FEWEST_IMAGES = 10
 _FORMAT = 1
 _LARGEST = 2**20  # size limit of a manifest, in bytes
 # exceptions that an untested version of a library may raise
@@ -66,15 +71,28 @@ class Exported:
     comparison: str = ""
 
 
-def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | None = None) -> list[Exported]:
+def export(
+    model: CLIP,
+    out: Path,
+    *,
+    to: Sequence[str] = (),
+    source: Source | None = None,
+    images: Tensor | None = None,
+) -> list[Exported]:
     """Write a model for other libraries, load it with each of them, and compare embeddings.
 
     Args:
         out: a folder that does not exist, is empty, or contains an earlier export.
         to: keys of ``EXPORTS``; by default the default targets to which the model can be exported.
         source: scores and configuration for the model card; None reads them from the run folder.
+        images: preprocessed images, (N, 3, S, S) uint8, for targets that measure ranges of activations on images.
     """
     targets = _select_targets(model, to)
+    uncalibrated = [name for name in targets if EXPORTS[name].calibrated and images is None]
+    if uncalibrated:
+        raise ConfigError(
+            f"export to {uncalibrated[0]} measures ranges of activations on images: name some with --calibrate"
+        )
     out = resolve_output(out)
     if not out.name:
         raise ConfigError(f"{out} is not empty and not an earlier export: use another folder")
@@ -104,7 +122,7 @@ def export(model: CLIP, out: Path, *, to: Sequence[str] = (), source: Source | N
             shutil.rmtree(aside, ignore_errors=True)  # left by a killed export
             inner = aside / out.name  # some files contain the folder's name
             inner.mkdir(parents=True)
-            done = _write_targets(model, tensors, targets, inner)
+            done = _write_targets(model, tensors, targets, inner, images)
             former_path, path_to_name = (json.dumps(str(path))[1:-1] for path in (inner, out))
             for file in inner.glob("*_config.json"):  # may name a folder in the export
                 content = file.read_text(encoding="utf-8").replace(former_path, path_to_name)
@@ -143,7 +161,9 @@ def _select_targets(model: CLIP, to: Sequence[str]) -> list[str]:
         target = EXPORTS[name]
         missing = [package for package in target.needs if importlib.util.find_spec(package) is None]
         if missing:
-            raise ConfigError(f"export to {name} needs {', '.join(missing)}: pip install -e '.[export]'")
+            raise ConfigError(
+                f"export to {name} needs {', '.join(missing)}: pip install -e '.[{target.extra}]'"
+            )
         obstacle = target.refusal(model)
         if obstacle:
             able = [other for other, target in EXPORTS.items() if not target.refusal(model)]
@@ -158,13 +178,16 @@ def _select_targets(model: CLIP, to: Sequence[str]) -> list[str]:
 def _check_apart(names: Sequence[str]) -> None:
     for name in names:
         for other in EXPORTS[name].apart.intersection(names):
-            raise ConfigError(f"{name} and {other} use the same file names: export them to separate folders")
+            raise ConfigError(f"{name} and {other} cannot share a folder: export them to separate folders")
 
 
 def _write_targets(
-    model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path
+    model: CLIP, tensors: Mapping[str, Tensor], names: Sequence[str], folder: Path, images: Tensor | None
 ) -> list[Exported]:
-    files = {name: EXPORTS[name].write(model, tensors, folder) for name in names}
+    files = {}
+    for name in names:
+        options = {"images": images} if EXPORTS[name].calibrated else {}
+        files[name] = EXPORTS[name].write(model, tensors, folder, **options)
     samples = draw_samples(model)
     for what, features in (("image", samples.image_features), ("text", samples.text_features)):
         if not features.isfinite().all():
@@ -283,21 +306,32 @@ def run_export(options: ExportOptions) -> int:
     """Run the command; return the exit status."""
     to: Sequence[str] = options.to
     if options.quantize:
-        if "onnx" not in to:
-            raise ConfigError(f"--quantize {options.quantize} needs --to onnx: other exports keep float32")
-        to = [f"onnx-{options.quantize}" if name == "onnx" else name for name in to]
+        quantized = {name: f"{name}-{options.quantize}" for name in to}
+        if not EXPORTS.keys() & quantized.values():
+            raise ConfigError(
+                f"--quantize {options.quantize} needs --to onnx or --to openvino: other exports keep float32"
+            )
+        to = [quantized[name] if quantized[name] in EXPORTS else name for name in to]
+    if options.calibrate is not None and not any(EXPORTS[name].calibrated for name in to):
+        raise ConfigError("--calibrate has no effect without --to openvino --quantize int8")
     if options.public and options.push is None:
         raise ConfigError("--public has no effect without --push")
     if options.push is not None:
         check_push(options.push)  # before anything is computed
     model = load(options.model, name=options.name)
     print(model.origin)
-    done = export(model, options.out, to=to)
+    images = None
+    if options.calibrate is not None:
+        _select_targets(model, to)  # before images are read
+        images = read_calibration_images(options.calibrate, model)
+        print(f"measuring ranges of activations on {counted(len(images), 'image')} of {options.calibrate}")
+    done = export(model, options.out, to=to, images=images)
     for exported in done:
         target = EXPORTS[exported.target]
         if exported.difference is None:
             verdict = (
-                f"not checked because {target.distribution} is not installed: pip install -e '.[export]'"
+                f"not checked because {target.distribution} is not installed: "
+                f"pip install -e '.[{target.extra}]'"
             )
         else:
             verdict = f"checked with {exported.library}, {target.verdict(exported.difference)}"
@@ -332,6 +366,31 @@ def run_export(options: ExportOptions) -> int:
         how = f": clipkit.load('{HUB}{options.push}') loads it" if loads else ""
         print(f"uploaded to {address}{how}")
     return 0
+
+
+def read_calibration_images(source: str, model: CLIP) -> Tensor:
+    """Read images evenly distributed over a source, preprocessed: (N, C, S, S) uint8, N at most 300.
+
+    Images that cannot be read are skipped.
+
+    Raises:
+        DataError: the source cannot be opened, or fewer than 10 of its images can be read.
+    """
+    samples = open_samples(source)
+    indices = torch.linspace(0, len(samples) - 1, min(len(samples), _MOST_IMAGES)).long().tolist()
+    pixels = []
+    cause = "it has no more"
+    for i in indices:
+        try:
+            pixels.append(eval_pixels(samples.read(i, ""), model.preprocess))
+        except DataError as error:
+            cause = f"{samples.key(i)}: {error}"
+    if len(pixels) < _FEWEST_IMAGES:
+        raise DataError(
+            f"{source} has {counted(len(pixels), 'image')} to measure ranges of activations on: expected at least "
+            f"{_FEWEST_IMAGES} ({cause})"
+        )
+    return torch.stack(pixels)
 
 
 def _list_files(manifest: Path) -> set[str]:

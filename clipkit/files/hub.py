@@ -15,7 +15,7 @@ HUB = "hf-hub:"
 _TIMEOUT = 10.0  # seconds
 _FILES = (
     "*.json", "*.txt", "*.model", "*.safetensors", "open_clip_pytorch_model.bin", "pytorch_model*.bin",
-    "visual.onnx*", "textual.onnx*",
+    "visual.onnx*", "textual.onnx*", "visual.xml", "visual.bin", "textual.xml", "textual.bin",
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@
     a folder of transformers          config.json of a CLIPModel or Siglip2Model + model.safetensors
     a folder of sentence-transformers modules.json and such a folder, often 0_CLIPModel
     an ONNX export of clipkit         onnx_config.json + visual.onnx, textual.onnx, in no folder of another kind
+    an OpenVINO export of clipkit     openvino_config.json + visual.xml, textual.xml, …, in no folder of another kind
     a training folder of open_clip    params.txt + checkpoints/epoch_N.pt
     a weights file                    .pt, .bin, .safetensors: open_clip's, OpenAI's, TorchScript archives
     open_clip:NAME[/TAG]              open_clip's registry of published weights
@@ -43,7 +44,7 @@ from clipkit.formats.checkpoint import (
     resolve_checkpoint,
     select_best,
 )
-from clipkit.formats.onnx import ONNX_CONFIG, load_onnx
+from clipkit.formats.graph import find_graph_config, load_graphs
 from clipkit.formats.open_clip import (
     ASSUMED_PREPROCESS,
     OPENAI_MARKS,
@@ -78,6 +79,8 @@ _OPEN_CLIP_WEIGHTS = (
 _TRANSFORMERS_WEIGHTS = (
     "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
 )  # fmt: skip
+# configurations of folders of other kinds, which may contain an ONNX or OpenVINO export as well
+_FOLDER_CONFIGS = ("open_clip_config.json", "modules.json", "config.json")
 _NO_WEIGHTS = (torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128)
 _CHECKED_VALUES = 2**18  # per tensor
 _MAX_LAYERS = 256
@@ -174,9 +177,10 @@ def open_source(
     if isinstance(stored, Path):
         if request != LoadRequest():
             raise ConfigError(
-                f"{stored}: an ONNX export has a fixed architecture, image size and context length"
+                f"{stored.parent}: an ONNX or OpenVINO export has a fixed architecture, image size and context "
+                "length"
             )
-        return load_onnx(stored)
+        return load_graphs(stored)
     _check_agreement(stored, request)
     return build_stored(stored, request)
 
@@ -188,17 +192,18 @@ def read_architecture(source: str) -> Architecture:
         return _find_published(source)[0]
     stored = _read_source(source, LoadRequest())
     if isinstance(stored, Path):
-        raise ConfigError(f"{stored}: an ONNX export cannot be trained")
+        raise ConfigError(f"{stored.parent}: an ONNX or OpenVINO export cannot be trained")
     return stored.shape
 
 
 def _read_source(source: str, request: LoadRequest) -> StoredModel | Path:
-    """Read a source, or return the folder of an ONNX export."""
+    """Read a source, or return the configuration of an ONNX or OpenVINO export."""
     if source.startswith(OPEN_CLIP):
         return _read_published(source)
     path = fetch_repository(source) if source.startswith(HUB) else select_best(Path(source).expanduser())
-    if _is_onnx(path):
-        return path
+    graph_config = find_graph_config(path)
+    if graph_config is not None and not any((path / name).is_file() for name in _FOLDER_CONFIGS):
+        return graph_config
     stored = _read_local(path, request)
     return replace(stored, origin=f"{source}: {stored.origin}") if source.startswith(HUB) else stored
 
@@ -284,11 +289,6 @@ def _read_local(path: Path, request: LoadRequest) -> StoredModel:
         if newest is not None:
             return _read_file(newest, request)
     return _read_checkpoint(resolve_checkpoint(path))
-
-
-def _is_onnx(path: Path) -> bool:
-    others = ("open_clip_config.json", "modules.json", "config.json")
-    return (path / ONNX_CONFIG).is_file() and not any((path / name).is_file() for name in others)
 
 
 def _read_published(source: str) -> StoredModel:

@@ -41,7 +41,9 @@ def attention_blocks(model: CLIP) -> list[nn.Module]:
             blocks = list(modules)
     if not blocks:
         if next(model.visual.parameters(), None) is None:
-            raise ConfigError("an ONNX export cannot be explained: use the model that it was made from")
+            raise ConfigError(
+                "an ONNX or OpenVINO export cannot be explained: use the model it was made from"
+            )
         raise ConfigError(
             f"{model.name or 'the model'} has no ViT as its image tower, so there are no attention maps"
         )

@@ -154,7 +154,7 @@ def test_published_shapes_have_timm_names() -> None:
         ("timm", ["sentence-transformers"], "no tower like this one (timm's"),
         ("distilled", ["open_clip"], "this model supports --to timm, onnx"),
         ("distilled", [], "this model supports --to timm, onnx"),
-        ("own", ["timm", "transformers"], "use the same file names"),
+        ("own", ["timm", "transformers"], "cannot share a folder"),
         ("own", ["tensorflow"], "unknown export target 'tensorflow': known: onnx, onnx-int8, open_clip, "),
     ],
 )

@@ -108,7 +108,7 @@ def test_onnx_folder_loads(everything: tuple[CLIP, Path], paths: list[Path], tmp
     with pytest.raises(ConfigError, match="its image tower has no weights: use this model with clipkit"):
         export(made, tmp_path / "again", to=["onnx"])
     image = [str(paths[0]), "a", "--out", str(tmp_path / "heat.png")]
-    with pytest.raises(ConfigError, match="an ONNX export cannot be explained: use the model"):
+    with pytest.raises(ConfigError, match="an ONNX or OpenVINO export cannot be explained: use the model"):
         dispatch(["explain", *image, "--model", str(tmp_path)])
     with pytest.raises(ConfigError, match=r"ONNX export .* cannot be interpolated: use the model"):
         dispatch(["interpolate", str(tmp_path), str(tmp_path), "--out", str(tmp_path / "between")])
@@ -161,7 +161,7 @@ def test_int8_export(paths: list[Path], tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_int8_without_onnx_is_rejected(tmp_path: Path) -> None:
     for more in ([], ["--to", "open_clip"]):
-        with pytest.raises(ConfigError, match="--quantize int8 needs --to onnx"):
+        with pytest.raises(ConfigError, match="--quantize int8 needs --to onnx or --to openvino"):
             dispatch(["export", "no", str(tmp_path / "out"), *more, "--quantize", "int8"])
     with pytest.raises(ConfigError, match="export them to separate folders"):
         export(model_of("own"), tmp_path / "out", to=["onnx", "onnx-int8"])

@@ -1,0 +1,124 @@
+"""Export to OpenVINO: ``visual.xml``, ``textual.xml``, their weights in ``.bin`` files, ``openvino_config.json``.
+
+The graphs are those of the ONNX export, with the same inputs and outputs, and so is the content of the
+configuration, see ``clipkit.export.onnx``.
+
+``write_model_int8`` quantizes them with NNCF:
+
+* images: weights and activations of matrix products and convolutions are int8. The ranges of activations are
+  fixed: they are measured on images of the user, which should be like those that the model will see.
+* texts: weights are int8, and ranges of activations are computed for each group of elements at run time, for which
+  no texts are needed.
+"""
+
+import json
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from clipkit.export import onnx
+from clipkit.export.checks import normalize_pixels
+from clipkit.model.clip import CLIP
+
+CONFIG, VISUAL, TEXTUAL = "openvino_config.json", "visual.xml", "textual.xml"
+_FILES = {onnx.VISUAL: VISUAL, onnx.TEXTUAL: TEXTUAL}
+_GROUP_SIZE = (
+    128  # elements of an activation with one range; 32, OpenVINO's default, takes 1.15 times as long
+)
+_OPENVINO = {
+    "runtime": "openvino",
+    "config": CONFIG,
+    "open": """openvino.compile_model(
+        folder / config[kind]["file"], "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
+    )""",
+    "visual": "visual(pixels)",
+    "textual": "textual(ids)",
+}
+
+find_obstacle = onnx.find_obstacle
+measure_difference = partial(onnx.measure_difference, suffix=".xml")
+measure_difference_int8 = partial(onnx.measure_difference_int8, suffix=".xml")
+compare_model_int8 = partial(onnx.compare_model_int8, suffix=".xml")
+format_example = partial(onnx.format_example, parts=_OPENVINO)
+format_example_int8 = format_example
+
+
+def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+    """Write the graphs, their configuration and tokenizer; return the names of the files.
+
+    The model must be in evaluation mode, with float32 weights on the CPU.
+    """
+    import openvino
+
+    core = openvino.Core()
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        names = onnx.write_model(model, tensors, Path(scratch))
+        for source, file in _FILES.items():
+            _save_graph(core.read_model(Path(scratch) / source), folder / file)
+        config = json.loads((Path(scratch) / onnx.CONFIG).read_text(encoding="utf-8"))
+        others = [name for name in names if name != onnx.CONFIG and not name.startswith(tuple(_FILES))]
+        for name in others:
+            (Path(scratch) / name).replace(folder / name)
+    del config["opset"]
+    for kind in ("image", "text"):
+        config[kind]["file"] = _FILES[config[kind]["file"]]
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return [*_list_graphs(), CONFIG, *others]
+
+
+def write_model_int8(
+    model: CLIP, tensors: Mapping[str, Tensor], folder: Path, *, images: Tensor
+) -> list[str]:
+    """Write the graphs with int8 weights; otherwise as ``write_model``.
+
+    Args:
+        images: (N, 3, S, S) uint8, preprocessed, on which the ranges of activations are measured.
+    """
+    import openvino
+
+    before = folder / onnx.FLOAT32
+    before.mkdir()
+    names = write_model(model, tensors, before)
+    core = openvino.Core()
+    pixels = [normalize_pixels(image[None], model).numpy() for image in images]
+    os.environ.setdefault("NNCF_CI", "1")  # otherwise nncf reports its use to its authors
+    import nncf
+
+    nncf.set_log_level(logging.ERROR)
+    with redirect_stdout(sys.stderr):  # for progress bars
+        visual = nncf.quantize(
+            core.read_model(before / VISUAL),
+            nncf.Dataset(pixels),
+            subset_size=len(pixels),
+            model_type=nncf.ModelType.TRANSFORMER,
+        )
+        textual = nncf.compress_weights(
+            core.read_model(before / TEXTUAL), mode=nncf.CompressWeightsMode.INT8_SYM
+        )
+    textual.set_rt_info(str(_GROUP_SIZE), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+    _save_graph(visual, folder / VISUAL)
+    _save_graph(textual, folder / TEXTUAL)
+    config = json.loads((before / CONFIG).read_text(encoding="utf-8")) | {"weights": "int8"}
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    others = [name for name in names if name not in (CONFIG, *_list_graphs())]
+    for name in others:
+        (before / name).replace(folder / name)
+    return [*_list_graphs(), CONFIG, *others]
+
+
+def _save_graph(graph: Any, path: Path) -> None:
+    import openvino
+
+    openvino.save_model(graph, path, compress_to_fp16=False)
+
+
+def _list_graphs() -> list[str]:
+    return [name for file in _FILES.values() for name in (file, file.replace(".xml", ".bin"))]
