@@ -8,7 +8,7 @@ threads. Those of one precision take turns in alternating order, so that changes
 
 * clipkit: images as ``clipkit encode`` computes them: one batch per core, weights that are reordered once where
   that helps, memory that is kept; prompts as in zero-shot evaluation, which reorders weights each time. "clipkit,
-  ONNX export" is the result of ``clipkit export --to onnx``, as ``clipkit.load`` opens it.
+  ONNX export" and "clipkit, OpenVINO export" are results of ``clipkit export``, as ``clipkit.load`` opens them.
 * open_clip and transformers (with its default attention, torch's): one batch at a time on all cores, in inference
   mode, prompts padded to 77 tokens. int8 is torch's dynamic quantization of linear layers.
 * onnxruntime and OpenVINO: graphs of open_clip's model, one batch per core; prompts padded to 77 tokens. int8 is
@@ -56,6 +56,10 @@ from torch.overrides import TorchFunctionMode
 import clipkit
 from clipkit.cli import ENVIRONMENT
 from clipkit.export.onnx import OPSET, write_model as write_onnx, write_model_int8 as write_onnx_int8
+from clipkit.export.openvino import (
+    write_model as write_openvino,
+    write_model_int8 as write_openvino_int8,
+)
 from clipkit.export.transformers import write_model as write_transformers
 from clipkit.model.cpu import PackedWeights, apply_cpu_settings, open_core_pool, run_parallel
 from clipkit.model.measure import image_flops, text_flops
@@ -67,9 +71,12 @@ KINDS = ("images", "prompts", "one image", "one prompt")
 PRECISIONS = ("fp32", "bf16", "int8")
 OWN = "clipkit"
 EXPORT = "clipkit, ONNX export"
+OPENVINO_EXPORT = "clipkit, OpenVINO export"
+OURS = (OWN, OPENVINO_EXPORT, EXPORT)  # the first that runs is compared with the others
 CONTESTANTS = {  # name -> precisions
     OWN: ("fp32", "bf16"),
     EXPORT: ("fp32", "int8"),
+    OPENVINO_EXPORT: ("fp32", "bf16", "int8"),
     "open_clip": ("fp32", "bf16"),
     "transformers": ("fp32", "bf16", "int8"),
     "onnxruntime": ("fp32", "int8"),
@@ -126,6 +133,11 @@ def batches(rows: Any, size: int) -> list[Any]:
 
 def own_export(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
     return own(precision, clipkit.load(folder / f"clipkit-{precision}"), inputs, folder)
+
+
+def own_openvino(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
+    weights = "int8" if precision == "int8" else "fp32"
+    return own(precision, clipkit.load(folder / f"clipkit-openvino-{weights}"), inputs, folder)
 
 
 def own(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
@@ -218,7 +230,11 @@ def run_openvino(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Pa
 
 
 MAKERS = dict(
-    zip(CONTESTANTS, (own, own_export, open_clip, transformers, onnxruntime, run_openvino), strict=True)
+    zip(
+        CONTESTANTS,
+        (own, own_export, own_openvino, open_clip, transformers, onnxruntime, run_openvino),
+        strict=True,
+    )
 )
 
 
@@ -310,6 +326,14 @@ def prepare(
             if precision in precisions:
                 (folder / f"clipkit-{precision}").mkdir()
                 write(model, model.state_dict(), folder / f"clipkit-{precision}")
+    if OPENVINO_EXPORT in only:
+        if {"fp32", "bf16"} & {*precisions}:
+            (folder / "clipkit-openvino-fp32").mkdir()
+            write_openvino(model, model.state_dict(), folder / "clipkit-openvino-fp32")
+        if "int8" in precisions:
+            (folder / "clipkit-openvino-int8").mkdir()
+            images = inputs.images[:CALIBRATION]
+            write_openvino_int8(model, model.state_dict(), folder / "clipkit-openvino-int8", images=images)
     if not {"onnxruntime", "OpenVINO"} & {*only}:
         return
     (folder / "open_clip").mkdir()
@@ -526,7 +550,7 @@ def rounds(
         pipes[name], there = spawn.Pipe()
         given = (name, precision, model_name, folder, options, there)
         workers.append(spawn.Process(target=worker, args=given, daemon=True))
-        environment = ENVIRONMENT if name in (OWN, EXPORT) else {}
+        environment = ENVIRONMENT if name in OURS else {}
         with patch.dict(os.environ, environment):
             workers[-1].start()
         there.close()
@@ -563,7 +587,7 @@ def summary(
     counts = {"images": len(inputs.images), "prompts": len(inputs.prompts)}
     best: dict[str, dict[str, float]] = {}
     for precision, rows in found.items():
-        ours = OWN if precision in CONTESTANTS[OWN] else EXPORT
+        ours = next((name for name in OURS if name in rows), "")
         for name, row in rows.items():
             for kind in KINDS:
                 row[kind]["per_second"] = counts.get(kind, SINGLES) / statistics.median(row[kind]["seconds"])
@@ -573,7 +597,7 @@ def summary(
                     ratios = ratio(rows[ours][kind], row[kind])
                     row[kind]["clipkit_faster"] = statistics.median(ratios)
                     row[kind]["clipkit_faster_by_round"] = ratios
-        others = [row for name, row in rows.items() if name not in (OWN, EXPORT) and ours in rows]
+        others = [row for name, row in rows.items() if name not in OURS and ours in rows]
         if others:
             best[precision] = {kind: min(row[kind]["clipkit_faster"] for row in others) for kind in KINDS}
     return {

@@ -19,7 +19,7 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -194,10 +194,19 @@ def write_model_int8(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -
         written += [name, f"{name}.data"] if outside else [name]
     config = json.loads((before / CONFIG).read_text(encoding="utf-8")) | {"weights": "int8"}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    others = [name for name in names if name != CONFIG and not name.startswith((VISUAL, TEXTUAL))]
+    return [*written, CONFIG, *move_tokenizer(names, before, folder)]
+
+
+def move_tokenizer(names: Sequence[str], source: Path, folder: Path) -> list[str]:
+    """Move the files of an export other than the graphs and their configuration; return the names of these."""
+    others = [
+        name
+        for name in names
+        if not name.startswith(("visual.", "textual.", "onnx_config.", "openvino_config."))
+    ]
     for name in others:
-        (before / name).replace(folder / name)
-    return [*written, CONFIG, *others]
+        (source / name).replace(folder / name)
+    return others
 
 
 def measure_difference(model: CLIP, folder: Path, samples: Samples, *, suffix: str = ".onnx") -> float:

@@ -28,7 +28,7 @@ class ExportTarget:
         example: returns Python code for the model card that loads the folder ``{folder}``.
         needs: import names of packages required by ``write``.
         extra: extra of clipkit with these packages.
-        apart: targets whose files have the same names, so that they need separate folders.
+        apart: targets that need separate folders.
         loads: whether ``clipkit.load`` can read the folder.
         resizes: whether the library resizes images differently and does not repair texts.
         channels: whether it can represent models of other than RGB images.

@@ -3,8 +3,8 @@
 They give embeddings to inference and evaluation. They have no weights to train, to interpolate or to export.
 
 onnxruntime computes in the dtypes of the graph. OpenVINO computes graphs with float32 weights in bfloat16 under
-``torch.autocast`` and otherwise in float32, and what is not int8 in other graphs in the dtype that is fastest on the
-CPU.
+``torch.autocast``, and otherwise in float32. In graphs with int8 weights, OpenVINO chooses the dtype of what is not
+int8.
 
 Letters in shape comments: B batch, L tokens, S image side, O embedding dimension.
 """
@@ -90,12 +90,13 @@ class _OpenVinoGraph:
         self._core = openvino.Core()
         self._model = self._core.read_model(file)
         self._is_quantized = self._model.has_rt_info("nncf")
+        self._threads = torch.get_num_threads()  # differs between Python's threads, which call ``run``
         self._requests: dict[bool, Any] = {}  # by whether in bfloat16
 
     def run(self, values: npt.NDArray[Any], *, in_bfloat16: bool = False) -> npt.NDArray[np.float32]:
         if in_bfloat16 not in self._requests:
             options: dict[str, Any] = {
-                "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+                "INFERENCE_NUM_THREADS": self._threads,
                 "NUM_STREAMS": 1,
                 # several processes would be bound to the same cores
                 "ENABLE_CPU_PINNING": False,

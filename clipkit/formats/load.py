@@ -5,7 +5,7 @@
     a folder of transformers          config.json of a CLIPModel or Siglip2Model + model.safetensors
     a folder of sentence-transformers modules.json and such a folder, often 0_CLIPModel
     an ONNX export of clipkit         onnx_config.json + visual.onnx, textual.onnx, in no folder of another kind
-    an OpenVINO export of clipkit     openvino_config.json + visual.xml, textual.xml, …, in no folder of another kind
+    an OpenVINO export of clipkit     openvino_config.json + visual.xml, textual.xml, likewise
     a training folder of open_clip    params.txt + checkpoints/epoch_N.pt
     a weights file                    .pt, .bin, .safetensors: open_clip's, OpenAI's, TorchScript archives
     open_clip:NAME[/TAG]              open_clip's registry of published weights
