@@ -163,7 +163,7 @@ def test_ranges_depend_on_the_images(tmp_path: Path) -> None:
 def test_images_for_ranges_are_required(tmp_path: Path, photos: Path) -> None:
     save_model(model_of("quick_gelu"), tmp_path / "model")
     command = ["export", str(tmp_path / "model"), str(tmp_path / "out")]
-    with pytest.raises(ConfigError, match="export to openvino-int8 measures ranges .* with --calibrate"):
+    with pytest.raises(ConfigError, match=r"export to openvino-int8 measures ranges .* with --calibrate"):
         dispatch([*command, "--to", "openvino", "--quantize", "int8"])
     for to in ([], ["--to", "openvino"], ["--to", "onnx", "--quantize", "int8"]):
         with pytest.raises(ConfigError, match="--calibrate has no effect without"):
