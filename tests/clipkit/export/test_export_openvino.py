@@ -36,7 +36,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("photos")
     for seed in range(14):
         low_resolution = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
-        Image.fromarray(low_resolution).resize((40, 48), Image.Resampling.BICUBIC).save(folder / f"{seed}.png")
+        Image.fromarray(low_resolution).resize((40, 48), Image.Resampling.BICUBIC).save(
+            folder / f"{seed}.png"
+        )
     (folder / "damaged.jpg").write_bytes(b"\xff\xd8\xff damaged")
     return folder
 
