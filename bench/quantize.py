@@ -1,9 +1,10 @@
-"""Compare an ONNX export with int8 weights with the one in float32: size, embeddings, accuracy and speed.
+"""Compare ONNX and OpenVINO exports with int8 weights with those in float32: size, embeddings, accuracy and speed.
 
-    python -m bench.quantize MODEL [DATASET …] [--rounds 9]
+    python -m bench.quantize MODEL [DATASET …] [--calibrate SOURCE] [--rounds 9]
 
-Both exports are loaded with ``clipkit.load`` and encode the images of the datasets (default: digits and glyphs).
-Batches of both and of torch alternate, with the same number of threads.
+The exports are loaded with ``clipkit.load`` and encode images of the datasets (default: digits and glyphs). With
+SOURCE, images on which ranges of activations are measured, there are exports to OpenVINO too. Batches of all and of
+torch alternate, with the same number of threads.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 import clipkit
 import eval as evaluation
 from clipkit.export import export
+from clipkit.export.write import read_calibration_images
 from clipkit.model import CLIP
 
 RESULT = Path(__file__).parent / "results" / "quantize.json"
@@ -53,16 +55,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("model")
     parser.add_argument("datasets", nargs="*", default=["digits", "glyphs"])
+    parser.add_argument("--calibrate", metavar="SOURCE")
     parser.add_argument("--rounds", type=int, default=9)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         models = {"torch": clipkit.load(given.model)}
         sizes: dict[str, dict[str, float]] = {}
-        for name, target in (("float32", "onnx"), ("int8", "onnx-int8")):
-            out = Path(work) / name
-            export(models["torch"], out, to=[target])
-            sizes[name] = {file.name: file.stat().st_size / 1e6 for file in sorted(out.glob("*.onnx*"))}
-            models[name] = clipkit.load(out)
+        targets = ["onnx", "onnx-int8"]
+        images = None
+        if given.calibrate:
+            targets += ["openvino", "openvino-int8"]
+            images = read_calibration_images(given.calibrate, models["torch"])
+        for target in targets:
+            out = Path(work) / target
+            export(models["torch"], out, to=[target], images=images)
+            graphs = sorted([*out.glob("visual.*"), *out.glob("textual.*")])
+            sizes[target] = {file.name: file.stat().st_size / 1e6 for file in graphs}
+            models[target] = clipkit.load(out)
         result = {
             "model": given.model,
             "threads": torch.get_num_threads(),
@@ -71,13 +80,16 @@ def main() -> None:
             "milliseconds": speeds(models, given.rounds),
         }
         for dataset in given.datasets:
-            found = {name: accuracy(models[name], dataset) for name in ("float32", "int8")}
-            cosine = (found["float32"][1] * found["int8"][1]).sum(dim=1)
-            result["datasets"][dataset] = {
-                "images": len(cosine),
-                "accuracy": {name: own[0] for name, own in found.items()},
-                "cosine": {"lowest": float(cosine.min()), "mean": float(cosine.mean())},
-            }
+            _, expected = accuracy(models["torch"], dataset)
+            result["datasets"][dataset] = {"images": len(expected)}
+            for target in targets:
+                score, embeddings = accuracy(models[target], dataset)
+                cosine = (expected * embeddings).sum(dim=1)
+                result["datasets"][dataset][target] = {
+                    "accuracy": score,
+                    "lowest_cosine": float(cosine.min()),
+                    "mean_cosine": float(cosine.mean()),
+                }
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result, indent=1))
 

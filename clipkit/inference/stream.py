@@ -146,8 +146,10 @@ class FeatureStream:
 
     @property
     def is_faster_in_bf16(self) -> bool:
-        """Whether this CPU would encode much faster in bfloat16."""
-        return self.precision == "fp32" and self.device.type == "cpu" and is_faster_in_bfloat16()
+        """Whether this CPU would encode much faster in bfloat16; False for ONNX and OpenVINO exports."""
+        has_weights = next(self.model.visual.parameters(), None) is not None
+        on_cpu = self.device.type == "cpu"
+        return has_weights and on_cpu and self.precision == "fp32" and is_faster_in_bfloat16()
 
     @classmethod
     def from_options(cls, options: ModelOptions) -> "FeatureStream":

@@ -14,6 +14,7 @@ from clipkit.__main__ import dispatch
 from clipkit.errors import CheckpointError, ConfigError, DataError
 from clipkit.export import export
 from clipkit.formats.checkpoint import save_model
+from clipkit.inference.stream import FeatureStream
 from clipkit.model.clip import CLIP
 from tests.clipkit.exported_models import ASCII, apart, draw_images, exported, model_of
 
@@ -202,3 +203,10 @@ def test_damaged_files(float32: tuple[CLIP, Path], tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
         (tmp_path / name).write_bytes(former)
     clipkit.load(tmp_path)
+
+
+def test_no_note_that_bfloat16_is_faster(int8: tuple[CLIP, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, out = int8
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert FeatureStream(model).is_faster_in_bf16
+    assert not FeatureStream(clipkit.load(out)).is_faster_in_bf16
