@@ -65,7 +65,7 @@ def main() -> None:
         images = None
         if given.calibrate:
             targets += ["openvino", "openvino-int8"]
-            images = read_calibration_images(given.calibrate, models["torch"])
+            images, _ = read_calibration_images(given.calibrate, models["torch"])
         for target in targets:
             out = Path(work) / target
             export(models["torch"], out, to=[target], images=images)

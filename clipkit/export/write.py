@@ -323,8 +323,9 @@ def run_export(options: ExportOptions) -> int:
     images = None
     if options.calibrate is not None:
         _select_targets(model, to)  # before images are read
-        images = read_calibration_images(options.calibrate, model)
-        print(f"measuring ranges of activations on {counted(len(images), 'image')} of {options.calibrate}")
+        images, failures = read_calibration_images(options.calibrate, model)
+        skipped = f"; {failures} could not be read" if failures else ""
+        print(f"measuring ranges of activations on {len(images)} images of {options.calibrate}{skipped}")
     done = export(model, options.out, to=to, images=images)
     for exported in done:
         target = EXPORTS[exported.target]
@@ -368,19 +369,21 @@ def run_export(options: ExportOptions) -> int:
     return 0
 
 
-def read_calibration_images(source: str, model: CLIP) -> Tensor:
-    """Read images evenly distributed over a source, preprocessed: (N, C, S, S) uint8, N at most 300.
+def read_calibration_images(source: str, model: CLIP) -> tuple[Tensor, int]:
+    """Read at most 300 images, evenly distributed over a source.
 
-    Images that cannot be read are skipped.
+    Returns:
+        the preprocessed images, (N, C, S, S) uint8, and the number of those that could not be read.
 
     Raises:
         DataError: the source cannot be opened, or fewer than 10 of its images can be read.
     """
     samples = open_samples(source)
-    indices = torch.linspace(0, len(samples) - 1, min(len(samples), _MOST_IMAGES)).long().tolist()
+    count = min(len(samples), _MOST_IMAGES)
     pixels = []
     cause = "it has no more"
-    for i in indices:
+    for index in range(count):
+        i = index * len(samples) // count
         try:
             pixels.append(eval_pixels(samples.read(i, ""), model.preprocess))
         except DataError as error:
@@ -390,7 +393,7 @@ def read_calibration_images(source: str, model: CLIP) -> Tensor:
             f"{source} has {counted(len(pixels), 'image')} to measure ranges of activations on: expected at least "
             f"{_FEWEST_IMAGES} ({cause})"
         )
-    return torch.stack(pixels)
+    return torch.stack(pixels), count - len(pixels)
 
 
 def _list_files(manifest: Path) -> set[str]:
