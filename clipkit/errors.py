@@ -107,7 +107,7 @@ def report_errors() -> Iterator[None]:
             raise
         status = _report_error(f"{error.name} is not installed: pip install -e '.[{extra}]'")
     except RuntimeError as error:
-        if not re.fullmatch(r"operator torchvision::\w+ does not exist", str(error)):
+        if not is_torchvision_mismatch(error):
             raise
         status = _report_error(
             "torchvision does not match the installed torch: pip install --upgrade torch torchvision"
@@ -117,6 +117,11 @@ def report_errors() -> Iterator[None]:
             _print_to_stderr("; ".join(["stopped", *map(str, stop.args)]))
         status = 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
     _exit(status)
+
+
+def is_torchvision_mismatch(error: BaseException) -> bool:
+    """Whether an error is that of importing a torchvision built for another version of torch."""
+    return re.fullmatch(r"operator torchvision::\w+ does not exist", str(error)) is not None
 
 
 def _find_extra(module: str) -> str:

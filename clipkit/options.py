@@ -223,7 +223,9 @@ class ExportOptions(NameOptions):
         default_text="open_clip and transformers",
     )
     quantize: str | None = setting(
-        None, "with --to onnx or openvino: store int8 weights (the same as --to onnx-int8)", one_of("int8")
+        None,
+        "with --to onnx or openvino: store int8 weights (the same as --to onnx-int8, openvino-int8)",
+        one_of("int8"),
     )
     calibrate: str | None = setting(
         None,

@@ -89,19 +89,22 @@ def write_model_int8(
     core = openvino.Core()
     pixels = [normalize_pixels(image[None], model).numpy() for image in images]
     os.environ.setdefault("NNCF_CI", "1")  # otherwise nncf reports its use to its authors
-    import nncf
+    logging.disable(logging.WARNING)  # hide statistics, and that there is no CUDA
+    try:
+        import nncf
 
-    nncf.set_log_level(logging.ERROR)
-    with redirect_stdout(sys.stderr):  # for progress bars
-        visual = nncf.quantize(
-            core.read_model(before / VISUAL),
-            nncf.Dataset(pixels),
-            subset_size=len(pixels),
-            model_type=nncf.ModelType.TRANSFORMER,
-        )
-        textual = nncf.compress_weights(
-            core.read_model(before / TEXTUAL), mode=nncf.CompressWeightsMode.INT8_SYM
-        )
+        with redirect_stdout(sys.stderr):  # for progress bars
+            visual = nncf.quantize(
+                core.read_model(before / VISUAL),
+                nncf.Dataset(pixels),
+                subset_size=len(pixels),
+                model_type=nncf.ModelType.TRANSFORMER,
+            )
+            textual = nncf.compress_weights(
+                core.read_model(before / TEXTUAL), mode=nncf.CompressWeightsMode.INT8_SYM
+            )
+    finally:
+        logging.disable(logging.NOTSET)
     textual.set_rt_info(str(_GROUP_SIZE), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
     _save_graph(visual, folder / VISUAL)
     _save_graph(textual, folder / TEXTUAL)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from clipkit import __version__
 from clipkit.api import load
-from clipkit.errors import CheckpointError, ConfigError, DataError, nearest
+from clipkit.errors import CheckpointError, ConfigError, DataError, is_torchvision_mismatch, nearest
 from clipkit.export.checks import draw_samples
 from clipkit.export.model_card import Source, describe_caller_steps, find_source, render_card
 from clipkit.export.targets import EXPORTS
@@ -206,6 +206,8 @@ def _write_targets(
             try:
                 largest = target.check(model, folder, samples)
             except _LIBRARY_ERRORS as error:
+                if is_torchvision_mismatch(error):
+                    raise
                 cause = " ".join(f"{type(error).__name__}: {error}".split())
                 raise CheckpointError(
                     f"nothing was written: {library} cannot load the export: {cause}"
@@ -378,7 +380,10 @@ def read_calibration_images(source: str, model: CLIP) -> tuple[Tensor, int]:
     Raises:
         DataError: the source cannot be opened, or fewer than 10 of its images can be read.
     """
-    samples = open_samples(source)
+    try:
+        samples = open_samples(source)
+    except DataError as error:
+        raise DataError(f"--calibrate {source} has no images: {error}") from error
     count = min(len(samples), _MOST_IMAGES)
     pixels = []
     cause = "it has no more"

@@ -389,9 +389,14 @@ def _load_weights(model: ModelConfig, **sizes: Any) -> CLIP:
     """Load ``model.weights``; a file without an architecture is of ``model.name``."""
     load_as = partial(load, model.weights, **sizes)
     try:
-        return load_as()
+        source = load_as()
     except UnnamedArchitecture:
         return load_as(name=model.name)
+    if next(source.visual.parameters(), None) is None:
+        raise ConfigError(
+            f"model.weights: {source.origin} cannot be trained: use the weights it was made from"
+        )
+    return source
 
 
 def _take_image_tower(first: CLIP, model: ModelConfig, extend: str) -> None:
