@@ -61,6 +61,7 @@ from clipkit.export.openvino import (
     write_model_int8 as write_openvino_int8,
 )
 from clipkit.export.transformers import write_model as write_transformers
+from clipkit.formats.graph import import_openvino
 from clipkit.model.cpu import PackedWeights, apply_cpu_settings, open_core_pool, run_parallel
 from clipkit.model.measure import image_flops, text_flops
 from clipkit.model.names import create_architecture
@@ -203,8 +204,7 @@ def onnxruntime(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Pat
 
 
 def run_openvino(precision: str, model: clipkit.CLIP, inputs: Inputs, folder: Path) -> Encode:
-    import openvino
-
+    openvino = import_openvino()
     core = openvino.Core()
     preparing = Lock()  # threads that set inputs at once can wait for each other forever
 
@@ -372,12 +372,14 @@ def quantize_graph(path: Path, examples: Tensor, *, only: Sequence[str]) -> None
             use_external_data_format=True,
         )
     if "OpenVINO" in only:
+        openvino = import_openvino()
         import nncf
-        from openvino import Core, save_model
 
         calibration = nncf.Dataset([row[None].numpy() for row in examples])
-        quantized = nncf.quantize(Core().read_model(path), calibration, model_type=nncf.ModelType.TRANSFORMER)
-        save_model(quantized, path.with_suffix(".int8.xml"), compress_to_fp16=False)
+        quantized = nncf.quantize(
+            openvino.Core().read_model(path), calibration, model_type=nncf.ModelType.TRANSFORMER
+        )
+        openvino.save_model(quantized, path.with_suffix(".int8.xml"), compress_to_fp16=False)
 
 
 def worker(

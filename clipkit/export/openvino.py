@@ -13,7 +13,6 @@ configuration, see ``clipkit.export.onnx``.
 
 import json
 import logging
-import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -24,8 +23,10 @@ from typing import Any
 
 from torch import Tensor
 
+from clipkit.errors import CheckpointError
 from clipkit.export import onnx
 from clipkit.export.checks import normalize_pixels
+from clipkit.formats.graph import import_openvino
 from clipkit.model.clip import CLIP
 
 CONFIG, VISUAL, TEXTUAL = "openvino_config.json", "visual.xml", "textual.xml"
@@ -57,9 +58,7 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
 
     The model must be in evaluation mode, with float32 weights on the CPU.
     """
-    import openvino
-
-    core = openvino.Core()
+    core = import_openvino().Core()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         names = onnx.write_model(model, tensors, Path(scratch))
         for source, file in _FILES.items():
@@ -81,14 +80,11 @@ def write_model_int8(
     Args:
         images: (N, 3, S, S) uint8, preprocessed, on which the ranges of activations are measured.
     """
-    import openvino
-
+    core = import_openvino().Core()
     before = folder / onnx.FLOAT32
     before.mkdir()
     names = write_model(model, tensors, before)
-    core = openvino.Core()
     pixels = [normalize_pixels(image[None], model).numpy() for image in images]
-    os.environ.setdefault("NNCF_CI", "1")  # otherwise nncf reports its use to its authors
     logging.disable(logging.WARNING)  # hide statistics, and that there is no CUDA
     try:
         import nncf
@@ -114,6 +110,7 @@ def write_model_int8(
 
 
 def _save_graph(graph: Any, path: Path) -> None:
-    import openvino
-
-    openvino.save_model(graph, path, compress_to_fp16=False)
+    try:
+        import_openvino().save_model(graph, path, compress_to_fp16=False)
+    except RuntimeError as error:  # such as a full disk
+        raise CheckpointError(f"nothing was written: OpenVINO cannot write {path.name}: {error}") from error

@@ -214,8 +214,12 @@ def _write_targets(
                 ) from error
             if largest == float("inf"):
                 raise CheckpointError(f"nothing was written: {library}'s embeddings contain NaN or infinity")
-            if not largest <= (1 - LOWEST_COSINE if target.approximate else TOLERANCE):
-                raise CheckpointError(f"nothing was written: with {library}, {target.verdict(largest)}")
+            limit = 1 - LOWEST_COSINE if target.approximate else TOLERANCE
+            if not largest <= limit:
+                raise CheckpointError(
+                    f"nothing was written: with {library}, {target.verdict(largest)}; the limit is "
+                    f"{LOWEST_COSINE if target.approximate else TOLERANCE:g}"
+                )
         if target.compare:
             comparison = target.compare(model, folder, samples)
         done.append(

@@ -10,10 +10,12 @@ Letters in shape comments: B batch, L tokens, S image side, O embedding dimensio
 """
 
 import hashlib
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -45,14 +47,22 @@ class _Config(msgspec.Struct):
     embed_dim: int
     preprocess: dict[str, Any]
     context_length: int
-    logit_scale: float
+    logit_scale: Annotated[float, msgspec.Meta(gt=0)]
     logit_bias: float | None = None
     weights: str = "float32"
     classes: list[str] = []
 
 
 class Graph(Protocol):
-    """A graph with one input and one output (B, O) of float32."""
+    """A graph with one input and one output (B, O) of float32.
+
+    Attributes:
+        input_shape: size of each dimension; None for those of any size.
+        output_shape: likewise.
+    """
+
+    input_shape: tuple[int | None, ...]
+    output_shape: tuple[int | None, ...]
 
     def __init__(self, file: Path) -> None: ...
 
@@ -73,7 +83,12 @@ class _OnnxGraph:
         # threads that wait for work after a run would take the cores from torch
         options.add_session_config_entry("session.force_spinning_stop", "1")
         self._session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        (self._feed,) = (entry.name for entry in self._session.get_inputs())
+        (feed,) = self._session.get_inputs()
+        (result,) = self._session.get_outputs()
+        self._feed = feed.name
+        # dimensions of any size have names
+        self.input_shape = tuple(size if isinstance(size, int) else None for size in feed.shape)
+        self.output_shape = tuple(size if isinstance(size, int) else None for size in result.shape)
 
     def run(self, values: npt.NDArray[Any], *, in_bfloat16: bool = False) -> npt.NDArray[np.float32]:
         rows: npt.NDArray[np.float32]
@@ -85,15 +100,24 @@ class _OpenVinoGraph:
     """A graph that OpenVINO computes, with as many threads as torch has; compiled when first run in a dtype."""
 
     def __init__(self, file: Path) -> None:
-        import openvino
-
+        openvino = import_openvino()
+        with file.open("rb") as content:
+            if content.read(5) != b"<?xml":  # OpenVINO would try to read it in other formats
+                raise ValueError("not a graph of OpenVINO")
         self._core = openvino.Core()
+        # the file may be replaced while the graph is in use
+        self._core.set_property({"ENABLE_MMAP": False})
         self._model = self._core.read_model(file)
+        self.input_shape, self.output_shape = (
+            tuple(None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
+            for port in (self._model.input(), self._model.output())
+        )
         self._is_quantized = self._model.has_rt_info("nncf")
         self._threads = torch.get_num_threads()  # differs between Python's threads, which call ``run``
         self._requests: dict[bool, Any] = {}  # by whether in bfloat16
 
     def run(self, values: npt.NDArray[Any], *, in_bfloat16: bool = False) -> npt.NDArray[np.float32]:
+        in_bfloat16 = in_bfloat16 and not self._is_quantized
         if in_bfloat16 not in self._requests:
             options: dict[str, Any] = {
                 "INFERENCE_NUM_THREADS": self._threads,
@@ -107,6 +131,14 @@ class _OpenVinoGraph:
             self._requests[in_bfloat16] = compiled.create_infer_request()
         rows: npt.NDArray[np.float32] = self._requests[in_bfloat16].infer([values], share_inputs=True)[0]
         return rows
+
+
+def import_openvino() -> Any:
+    """Import OpenVINO, which otherwise reports its use to its authors when it is imported."""
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # it does without this package
+    import openvino
+
+    return openvino
 
 
 # suffix of a graph's file -> its class, and the extra with its package
@@ -155,7 +187,7 @@ class _GraphTower:
         return f"a graph, {Path(self.file).name}"
 
     def build(self, embed_dim: int, *, quick_gelu: bool) -> nn.Module:
-        return _GraphModule(Path(self.file))
+        return _GraphModule(Path(self.file), embed_dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +203,10 @@ class _GraphText(_GraphTower, TextArchitecture):
 class _GraphModule(nn.Module):
     """A graph as a module: computes on the CPU, returns float32 on the input's device."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, embed_dim: int) -> None:
         super().__init__()
         self.graph = open_graph(file)
+        self.embed_dim = embed_dim
         self._running = Lock()
 
     def forward(self, values: Tensor) -> Tensor:
@@ -184,6 +217,8 @@ class _GraphModule(nn.Module):
             )
         device = values.device.type
         in_bfloat16 = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.bfloat16
+        if len(values) == 0:  # some operations refuse empty batches
+            return torch.zeros(0, self.embed_dim, device=values.device)
         if values.is_floating_point():
             values = values.float()
         array = values.detach().cpu().contiguous().numpy()
@@ -229,12 +264,33 @@ def load_graphs(path: Path) -> CLIP:
         preprocess=Preprocess.from_dict(config.preprocess),
         tokenizer=ClipTokenizer(context_length=config.context_length, trim=trim),
     )
+    side = model.preprocess.image_size
+    for path_to_graph, module, shape in (
+        (image_graph, model.visual, (None, 3, side, side)),
+        (text_graph, model.text, (None, None if trim else config.context_length)),
+    ):
+        assert isinstance(module, _GraphModule)
+        _check_shape(path_to_graph, "input", module.graph.input_shape, shape)
+        _check_shape(path_to_graph, "output", module.graph.output_shape, (None, config.embed_dim))
     with torch.no_grad():
         model.logit_scale.fill_(config.logit_scale).log_()
         if model.logit_bias is not None:
             model.logit_bias.fill_(config.logit_bias or 0.0)
     model.origin = f"{_CONFIGS[path.name]} export {folder} ({config.weights})"
     return model.eval()
+
+
+def _check_shape(file: Path, name: str, shape: Sequence[int | None], expected: Sequence[int | None]) -> None:
+    known = [pair for pair in zip(shape, expected, strict=False) if None not in pair]
+    if len(shape) != len(expected) or any(size != other for size, other in known):
+        raise CheckpointError(
+            f"{file} does not match its configuration: the {name} has the shape {_format_shape(shape)} instead of "
+            f"{_format_shape(expected)}"
+        )
+
+
+def _format_shape(shape: Sequence[int | None]) -> str:
+    return " x ".join("any" if size is None else str(size) for size in shape)
 
 
 def _hash_graph(file: Path) -> str:

@@ -1,7 +1,10 @@
 """Tests of OpenVINO exports."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -113,6 +116,10 @@ def test_other_towers(kind: str, tmp_path: Path) -> None:
     assert set(record.files) >= FILES and record.difference is not None and record.difference <= 1e-5
     (record,) = export(model, tmp_path / "int8", to=["openvino-int8"], images=images)
     assert record.difference is not None and 1e-5 < record.difference < 0.1
+    exported_model = clipkit.load(tmp_path / "float32")
+    with torch.no_grad():
+        assert exported_model.encode_image(images[:0]).shape == (0, model.dim)
+        assert apart(exported_model.encode_image(images), model.encode_image(images)) <= 1e-5
 
 
 def test_int8_export(int8: tuple[CLIP, Path], paths: list[Path]) -> None:
@@ -186,13 +193,31 @@ def test_damaged_files(float32: tuple[CLIP, Path], tmp_path: Path) -> None:
     _, out = float32
     for name in FILES:
         (tmp_path / name).write_bytes((out / name).read_bytes())
+    config = (out / "openvino_config.json").read_bytes()
     with pytest.raises(ConfigError, match="an ONNX or OpenVINO export cannot be explained"):
         clipkit.explain(np.zeros((16, 16, 3), np.uint8), "a cat", clipkit.load(tmp_path))
     for name, content, message in (
         ("visual.bin", b"", r"cannot read .*visual\.xml"),
         ("visual.xml", b"<net", r"cannot read .*visual\.xml"),
         ("textual.xml", None, r"textual\.xml: No such file"),
+        ("visual.xml", b"nothing", r"cannot read .*visual\.xml: not a graph of OpenVINO"),
+        ("visual.xml", (out / "textual.xml").read_bytes(), r"visual\.xml"),
         ("openvino_config.json", b"{}", r"openvino_config\.json is invalid"),
+        (
+            "openvino_config.json",
+            config.replace(b'size": 16', b'size": 32'),
+            "any x 3 x 16 x 16 instead of any x",
+        ),
+        (
+            "openvino_config.json",
+            config.replace(b'dim": 128', b'dim": 64'),
+            "the output has the shape any x 128",
+        ),
+        (
+            "openvino_config.json",
+            config.replace(b'scale": ', b'scale": -'),
+            r"openvino_config\.json is invalid",
+        ),
     ):
         former = (tmp_path / name).read_bytes()
         (tmp_path / name).unlink()
@@ -210,3 +235,44 @@ def test_no_note_that_bfloat16_is_faster(int8: tuple[CLIP, Path], monkeypatch: p
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     assert FeatureStream(model).is_faster_in_bf16
     assert not FeatureStream(clipkit.load(out)).is_faster_in_bf16
+
+
+def test_weights_that_change_in_place_have_no_effect(
+    float32: tuple[CLIP, Path], paths: list[Path], tmp_path: Path
+) -> None:
+    model, out = float32
+    for name in FILES:
+        (tmp_path / name).write_bytes((out / name).read_bytes())
+    exported_model = clipkit.load(tmp_path)
+    with (tmp_path / "visual.bin").open("r+b") as file:
+        file.write(bytes(100_000))
+        file.truncate(200_000)
+    assert apart(clipkit.encode_image(paths, exported_model), clipkit.encode_image(paths, model)) <= 1e-5
+
+
+def test_nothing_is_reported_to_the_authors_of_openvino(float32: tuple[CLIP, Path], tmp_path: Path) -> None:
+    """OpenVINO and NNCF send reports when they are imported, and keep an identifier in the user's folder."""
+    code = f"""
+import sys, clipkit
+from clipkit.formats.graph import import_openvino
+clipkit.load({str(float32[1])!r})
+import_openvino()
+import nncf
+assert not [name for name in sys.modules if name.startswith("openvino_telemetry.")]
+"""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "JENKINS_URL")}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[3])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, cwd=tmp_path)
+    assert not (tmp_path / "intel").exists()
+
+
+def test_unsuitable_images_are_refused_with_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clipkit.export.write.LOWEST_COSINE", 0.9999999)
+    model = model_of("quick_gelu")
+    size = model.preprocess.image_size
+    images = torch.randint(0, 256, (12, 3, size, size), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=r"nothing was written: .* at least 0\.\d+; the limit is 1$"):
+        export(model, tmp_path / "out", to=["openvino-int8"], images=images)
+    assert not any(tmp_path.iterdir())
