@@ -269,8 +269,8 @@ def _read_local(path: Path, request: LoadRequest) -> StoredModel:
         return _read_file(path, request)
     if not path.is_dir():
         raise CheckpointError(
-            f"no model at {path}: expected a run, a checkpoint, a weights file, a folder of open_clip or "
-            f"transformers, {OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
+            f"no model at {path}: expected a run, a checkpoint, a weights file, a folder of open_clip, "
+            f"transformers, ONNX or OpenVINO, {OPEN_CLIP}NAME/TAG or {HUB}OWNER/REPOSITORY"
         )
     # such a folder may also have the weights that the adapters belong to, which alone are another model
     if (path / "adapter_config.json").is_file():
