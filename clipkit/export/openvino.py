@@ -12,21 +12,22 @@ configuration, see ``clipkit.export.onnx``.
 """
 
 import json
-import logging
+import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from clipkit.errors import CheckpointError
 from clipkit.export import onnx
 from clipkit.export.checks import normalize_pixels
-from clipkit.formats.graph import import_openvino
+from clipkit.formats.graph import import_openvino, open_openvino_core
 from clipkit.model.clip import CLIP
 
 CONFIG, VISUAL, TEXTUAL = "openvino_config.json", "visual.xml", "textual.xml"
@@ -35,6 +36,8 @@ _GRAPHS = (VISUAL, "visual.bin", TEXTUAL, "textual.bin")
 _GROUP_SIZE = (
     128  # elements of an activation with one range; with 32, the default, texts take 1.15 times as long
 )
+_PIXELS = "pixels.npy"  # normalized images to measure ranges on, temporary
+_ATTEMPTS = 3
 _OPENVINO = {
     "runtime": "openvino",
     "config": CONFIG,
@@ -58,7 +61,7 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
 
     The model must be in evaluation mode, with float32 weights on the CPU.
     """
-    core = import_openvino().Core()
+    core = open_openvino_core()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         names = onnx.write_model(model, tensors, Path(scratch))
         for source, file in _FILES.items():
@@ -80,33 +83,52 @@ def write_model_int8(
     Args:
         images: (N, 3, S, S) uint8, preprocessed, on which the ranges of activations are measured.
     """
-    core = import_openvino().Core()
     before = folder / onnx.FLOAT32
     before.mkdir()
     names = write_model(model, tensors, before)
-    pixels = [normalize_pixels(image[None], model).numpy() for image in images]
-    logging.disable(logging.WARNING)  # hide statistics, and that there is no CUDA
-    try:
-        import nncf
-
-        with redirect_stdout(sys.stderr):  # for progress bars
-            visual = nncf.quantize(
-                core.read_model(before / VISUAL),
-                nncf.Dataset(pixels),
-                subset_size=len(pixels),
-                model_type=nncf.ModelType.TRANSFORMER,
-            )
-            textual = nncf.compress_weights(
-                core.read_model(before / TEXTUAL), mode=nncf.CompressWeightsMode.INT8_SYM
-            )
-    finally:
-        logging.disable(logging.NOTSET)
-    textual.set_rt_info(str(_GROUP_SIZE), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
-    _save_graph(visual, folder / VISUAL)
-    _save_graph(textual, folder / TEXTUAL)
+    np.save(before / _PIXELS, normalize_pixels(images, model).numpy())
+    _run_quantization(before, folder)
+    (before / _PIXELS).unlink()
     config = json.loads((before / CONFIG).read_text(encoding="utf-8")) | {"weights": "int8"}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return [*_GRAPHS, CONFIG, *onnx.move_tokenizer(names, before, folder)]
+
+
+def _run_quantization(before: Path, folder: Path) -> None:
+    """Run ``_quantize_graphs`` in a process of its own, in which OpenVINO crashed once.
+
+    NNCF also frees cores of OpenVINO, see ``open_openvino_core``.
+    """
+    command = [sys.executable, "-m", "clipkit.export.openvino", str(before), str(folder)]
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    status = 0
+    for _ in range(_ATTEMPTS):
+        process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        status = process.returncode
+        if status > 0:
+            cause = process.stderr.strip().rpartition("\n")[2]
+            raise CheckpointError(f"nothing was written: NNCF cannot quantize the model: {cause}")
+        if status == 0:
+            return
+    raise CheckpointError(f"nothing was written: NNCF was ended by signal {-status} in {_ATTEMPTS} attempts")
+
+
+def _quantize_graphs(before: Path, folder: Path) -> None:
+    core = open_openvino_core()
+    import nncf
+
+    pixels = np.load(before / _PIXELS)
+    visual = nncf.quantize(
+        core.read_model(before / VISUAL),
+        nncf.Dataset([image[None] for image in pixels]),
+        subset_size=len(pixels),
+        model_type=nncf.ModelType.TRANSFORMER,
+    )
+    textual = nncf.compress_weights(core.read_model(before / TEXTUAL), mode=nncf.CompressWeightsMode.INT8_SYM)
+    textual.set_rt_info(str(_GROUP_SIZE), ["runtime_options", "DYNAMIC_QUANTIZATION_GROUP_SIZE"])
+    _save_graph(visual, folder / VISUAL)
+    _save_graph(textual, folder / TEXTUAL)
 
 
 def _save_graph(graph: Any, path: Path) -> None:
@@ -114,3 +136,7 @@ def _save_graph(graph: Any, path: Path) -> None:
         import_openvino().save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # such as a full disk
         raise CheckpointError(f"nothing was written: OpenVINO cannot write {path.name}: {error}") from error
+
+
+if __name__ == "__main__":
+    _quantize_graphs(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -13,6 +13,7 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, Protocol
@@ -100,13 +101,10 @@ class _OpenVinoGraph:
     """A graph that OpenVINO computes, with as many threads as torch has; compiled when first run in a dtype."""
 
     def __init__(self, file: Path) -> None:
-        openvino = import_openvino()
+        self._core = open_openvino_core()
         with file.open("rb") as content:
             if content.read(5) != b"<?xml":  # OpenVINO would try to read it in other formats
                 raise ValueError("not a graph of OpenVINO")
-        self._core = openvino.Core()
-        # the file may be replaced while the graph is in use
-        self._core.set_property({"ENABLE_MMAP": False})
         self._model = self._core.read_model(file)
         self.input_shape, self.output_shape = (
             tuple(None if size.is_dynamic else size.get_length() for size in port.get_partial_shape())
@@ -139,6 +137,20 @@ def import_openvino() -> Any:
     import openvino
 
     return openvino
+
+
+@cache
+def open_openvino_core() -> Any:
+    """Return the core of this process, which is never freed.
+
+    OpenVINO's CPU plugin gives the calling thread a stack for signal handlers. If two cores are freed in the order of
+    their creation, this stack is freed but stays in use, and the next signal with a handler in Python ends the
+    process.
+    """
+    core = import_openvino().Core()
+    # files may be replaced while their graphs are in use
+    core.set_property({"ENABLE_MMAP": False})
+    return core
 
 
 # suffix of a graph's file -> its class, and the extra with its package

@@ -276,3 +276,59 @@ def test_unsuitable_images_are_refused_with_the_limit(
     with pytest.raises(CheckpointError, match=r"nothing was written: .* at least 0\.\d+; the limit is 1$"):
         export(model, tmp_path / "out", to=["openvino-int8"], images=images)
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("kill -SEGV $$", "nothing was written: NNCF was ended by signal 11 in 3 attempts"),
+        (
+            "echo 'ValueError: no' >&2; exit 1",
+            "nothing was written: NNCF cannot quantize the model: ValueError: no",
+        ),
+        ('mkdir "{folder}/crashed" 2> /dev/null && kill -SEGV $$; exec "{python}" "$@"', ""),
+    ],
+)
+def test_quantization_that_crashes(
+    script: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    text = script.replace("{folder}", str(tmp_path)).replace("{python}", sys.executable)
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    model = model_of("quick_gelu")
+    size = model.preprocess.image_size
+    images = torch.randint(0, 256, (12, 3, size, size), dtype=torch.uint8)
+    if message:
+        with pytest.raises(CheckpointError, match=f"^{message}$"):
+            export(model, tmp_path / "out", to=["openvino-int8"], images=images)
+        assert [*tmp_path.iterdir()] == [program]
+    else:
+        (record,) = export(model, tmp_path / "out", to=["openvino-int8"], images=images)
+        assert record.difference is not None and (tmp_path / "crashed").is_dir()
+
+
+def test_signals_are_handled_after_models_are_freed(float32: tuple[CLIP, Path]) -> None:
+    """OpenVINO replaces the stack on which handlers of signals run, and frees it with its cores."""
+    code = f"""
+import faulthandler, gc, os, signal
+faulthandler.enable()
+import numpy as np
+import clipkit
+
+def use_model():
+    model = clipkit.load({str(float32[1])!r})
+    clipkit.encode_image(np.zeros((1, 16, 16, 3), np.uint8), model)
+    clipkit.encode_text(["a"], model)
+
+use_model()
+gc.collect()
+signal.signal(signal.SIGUSR1, lambda *_: print("handled", flush=True))
+os.kill(os.getpid(), signal.SIGUSR1)
+os._exit(0)
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, "-c", code]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0 and process.stdout == "handled\n", process.stderr
