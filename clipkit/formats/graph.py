@@ -143,9 +143,9 @@ def import_openvino() -> Any:
 def open_openvino_core() -> Any:
     """Return the core of this process, which is never freed.
 
-    OpenVINO's CPU plugin gives the calling thread a stack for signal handlers. If two cores are freed in the order in
-    which they were created, this stack is freed but stays in use, and the next signal with a handler in Python ends
-    the process.
+    The CPU plugin gives the calling thread a stack for signal handlers. If two cores are freed in the order of
+    their creation, this stack is freed but stays in use, and the next signal with a handler in Python ends the
+    process.
     """
     core = import_openvino().Core()
     # files may be replaced while their graphs are in use
