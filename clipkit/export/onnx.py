@@ -286,7 +286,7 @@ logits = config["logit_scale"] * image @ text.T
 probabilities = np.exp(logits - logits.max())
 print(probabilities / probabilities.sum())
 """
-ONNXRUNTIME = {  # what the example consists of
+ONNXRUNTIME_CODE = {  # what fills the gaps of the example
     "runtime": "onnxruntime",
     "config": CONFIG,
     "open": 'onnxruntime.InferenceSession(folder / config[kind]["file"], providers=["CPUExecutionProvider"])',
@@ -332,7 +332,7 @@ ids = np.arange(len(config["classes"]))[:, None]  # in the order of these names
 """
 
 
-def format_example(model: CLIP, *, parts: Mapping[str, str] = ONNXRUNTIME) -> str:
+def format_example(model: CLIP, *, parts: Mapping[str, str] = ONNXRUNTIME_CODE) -> str:
     """Return code that loads the export and compares an image with texts or classes; ``parts`` fills its gaps."""
     tokens, needed = _LIBRARY_TOKENS, "from transformers import AutoTokenizer\n"
     if isinstance(model.tokenizer, ClassTokenizer):

@@ -24,21 +24,20 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from clipkit.errors import CheckpointError
+from clipkit.errors import CheckpointError, run_command
 from clipkit.export import onnx
 from clipkit.export.checks import normalize_pixels
 from clipkit.formats.graph import import_openvino, open_openvino_core
 from clipkit.model.clip import CLIP
 
 CONFIG, VISUAL, TEXTUAL = "openvino_config.json", "visual.xml", "textual.xml"
-_FILES = {onnx.VISUAL: VISUAL, onnx.TEXTUAL: TEXTUAL}
-_GRAPHS = (VISUAL, "visual.bin", TEXTUAL, "textual.bin")
-_GROUP_SIZE = (
-    128  # elements of an activation with one range; with 32, the default, texts take 1.15 times as long
-)
-_PIXELS = "pixels.npy"  # normalized images to measure ranges on, temporary
+_FILES = {onnx.VISUAL: VISUAL, onnx.TEXTUAL: TEXTUAL}  # by the name in an ONNX export
+_GRAPH_FILES = (VISUAL, "visual.bin", TEXTUAL, "textual.bin")
+# elements of an activation with one range; with 32, OpenVINO's default, texts take 1.15 times as long
+_GROUP_SIZE = 128
+_PIXELS = "pixels.npy"  # temporary file of normalized images to measure ranges on
 _ATTEMPTS = 3
-_OPENVINO = {
+_OPENVINO_CODE = {
     "runtime": "openvino",
     "config": CONFIG,
     "open": """openvino.compile_model(
@@ -52,7 +51,7 @@ find_obstacle = onnx.find_obstacle
 measure_difference = partial(onnx.measure_difference, suffix=".xml")
 measure_difference_int8 = partial(onnx.measure_difference_int8, suffix=".xml")
 compare_model_int8 = partial(onnx.compare_model_int8, suffix=".xml")
-format_example = partial(onnx.format_example, parts=_OPENVINO)
+format_example = partial(onnx.format_example, parts=_OPENVINO_CODE)
 format_example_int8 = format_example
 
 
@@ -72,7 +71,7 @@ def write_model(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> lis
     for kind in ("image", "text"):
         config[kind]["file"] = _FILES[config[kind]["file"]]
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return [*_GRAPHS, CONFIG, *others]
+    return [*_GRAPH_FILES, CONFIG, *others]
 
 
 def write_model_int8(
@@ -91,7 +90,7 @@ def write_model_int8(
     (before / _PIXELS).unlink()
     config = json.loads((before / CONFIG).read_text(encoding="utf-8")) | {"weights": "int8"}
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return [*_GRAPHS, CONFIG, *onnx.move_tokenizer(names, before, folder)]
+    return [*_GRAPH_FILES, CONFIG, *onnx.move_tokenizer(names, before, folder)]
 
 
 def _run_quantization(before: Path, folder: Path) -> None:
@@ -107,7 +106,7 @@ def _run_quantization(before: Path, folder: Path) -> None:
         process = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
         status = process.returncode
         if status > 0:
-            cause = process.stderr.strip().rpartition("\n")[2]
+            cause = process.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
             raise CheckpointError(f"nothing was written: NNCF cannot quantize the model: {cause}")
         if status == 0:
             return
@@ -135,8 +134,8 @@ def _save_graph(graph: Any, path: Path) -> None:
     try:
         import_openvino().save_model(graph, path, compress_to_fp16=False)
     except RuntimeError as error:  # such as a full disk
-        raise CheckpointError(f"nothing was written: OpenVINO cannot write {path.name}: {error}") from error
+        raise CheckpointError(f"OpenVINO cannot write {path.name}: {error}") from error
 
 
 if __name__ == "__main__":
-    _quantize_graphs(Path(sys.argv[1]), Path(sys.argv[2]))
+    run_command(partial(_quantize_graphs, Path(sys.argv[1]), Path(sys.argv[2])))

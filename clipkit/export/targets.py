@@ -94,7 +94,7 @@ def _create_target(
 
 
 # targets that ``clipkit.load`` reads if a folder has one of them
-_GRAPHS = frozenset({"onnx", "onnx-int8", "openvino", "openvino-int8"})
+_GRAPH_TARGETS = frozenset({"onnx", "onnx-int8", "openvino", "openvino-int8"})
 EXPORTS: dict[str, ExportTarget] = {
     "open_clip": _create_target(
         "open_clip", "open_clip", distribution="open_clip_torch", default=True, loads=True
@@ -129,7 +129,7 @@ EXPORTS: dict[str, ExportTarget] = {
         "onnxruntime",
         package="onnxruntime",
         needs=("onnx", "onnxscript"),
-        apart=_GRAPHS - {"onnx"},
+        apart=_GRAPH_TARGETS - {"onnx"},
     ),
     "onnx-int8": _create_target(
         "onnx",
@@ -137,7 +137,7 @@ EXPORTS: dict[str, ExportTarget] = {
         suffix="_int8",
         package="onnxruntime",
         needs=("onnx", "onnxscript", "onnxruntime"),
-        apart=_GRAPHS - {"onnx-int8"},
+        apart=_GRAPH_TARGETS - {"onnx-int8"},
         approximate=True,
     ),
     "openvino": _create_target(
@@ -145,7 +145,7 @@ EXPORTS: dict[str, ExportTarget] = {
         "OpenVINO",
         needs=("onnx", "onnxscript", "openvino"),
         extra="openvino",
-        apart=_GRAPHS - {"openvino"},
+        apart=_GRAPH_TARGETS - {"openvino"},
     ),
     "openvino-int8": _create_target(
         "openvino",
@@ -153,7 +153,7 @@ EXPORTS: dict[str, ExportTarget] = {
         suffix="_int8",
         needs=("onnx", "onnxscript", "openvino", "nncf"),
         extra="openvino",
-        apart=_GRAPHS - {"openvino-int8"},
+        apart=_GRAPH_TARGETS - {"openvino-int8"},
         approximate=True,
         calibrated=True,
     ),

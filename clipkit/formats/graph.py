@@ -153,8 +153,8 @@ def open_openvino_core() -> Any:
     return core
 
 
-# suffix of a graph's file -> its class, and the extra with its package
-_GRAPHS: dict[str, tuple[type[Graph], str]] = {
+# suffix of a graph's file -> the class that runs the graph, and the extra with the library
+_RUNTIMES: dict[str, tuple[type[Graph], str]] = {
     ".onnx": (_OnnxGraph, "export"),
     ".xml": (_OpenVinoGraph, "openvino"),
 }
@@ -167,9 +167,9 @@ def open_graph(file: Path) -> Graph:
         ConfigError: the runtime is not installed.
         CheckpointError: the file is not a graph.
     """
-    if file.suffix not in _GRAPHS:
-        raise CheckpointError(f"{file} is not a graph: expected {' or '.join(_GRAPHS)}")
-    graph, extra = _GRAPHS[file.suffix]
+    if file.suffix not in _RUNTIMES:
+        raise CheckpointError(f"{file} is not a graph: expected {' or '.join(_RUNTIMES)}")
+    graph, extra = _RUNTIMES[file.suffix]
     try:
         return graph(file)
     except ModuleNotFoundError as error:
@@ -293,8 +293,11 @@ def load_graphs(path: Path) -> CLIP:
 
 
 def _check_shape(file: Path, name: str, shape: Sequence[int | None], expected: Sequence[int | None]) -> None:
-    known = [pair for pair in zip(shape, expected, strict=False) if None not in pair]
-    if len(shape) != len(expected) or any(size != other for size, other in known):
+    is_same = len(shape) == len(expected)
+    for size, expected_size in zip(shape, expected, strict=False):
+        if size is not None and expected_size is not None and size != expected_size:
+            is_same = False
+    if not is_same:
         raise CheckpointError(
             f"{file} does not match its configuration: the {name} has the shape {_format_shape(shape)} instead of "
             f"{_format_shape(expected)}"
@@ -302,7 +305,8 @@ def _check_shape(file: Path, name: str, shape: Sequence[int | None], expected: S
 
 
 def _format_shape(shape: Sequence[int | None]) -> str:
-    return " x ".join("any" if size is None else str(size) for size in shape)
+    sizes = ["any" if size is None else str(size) for size in shape]
+    return " x ".join(sizes)
 
 
 def _hash_graph(file: Path) -> str:

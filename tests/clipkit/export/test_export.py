@@ -19,24 +19,12 @@ from tests.clipkit.exported_models import (
     ASCII,
     REPAIRED,
     apart,
-    draw_images,
     exported,
     in_rgb,
     model_of,
     opened,
     same_model,
 )
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return draw_images(tmp_path_factory.mktemp("images"))
-
 
 # --- open_clip ----------------------------------------------------------------------------------------------
 

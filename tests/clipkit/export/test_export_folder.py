@@ -45,11 +45,6 @@ def test_options_name_the_targets() -> None:
     assert default in str(to.metadata)
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture
 def model() -> CLIP:
     return create(SHAPE, seed=0)

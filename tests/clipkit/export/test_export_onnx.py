@@ -20,17 +20,7 @@ from clipkit.model.clip import CLIP
 from clipkit.model.preprocess import preprocess_images
 from clipkit.model.tokenizer import END_OF_TEXT
 from clipkit.model.zero_shot import attach_class_head
-from tests.clipkit.exported_models import ASCII, apart, draw_images, exported, model_of
-
-
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return draw_images(tmp_path_factory.mktemp("images"))
+from tests.clipkit.exported_models import ASCII, apart, exported, model_of
 
 
 @pytest.fixture(scope="module")

@@ -30,11 +30,6 @@ from tests.clipkit.exported_models import (
 )
 
 
-@pytest.fixture(autouse=True)
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 @pytest.fixture(scope="module")
 def rgb(tmp_path_factory: pytest.TempPathFactory) -> list[Image.Image]:
     return in_rgb(draw_images(tmp_path_factory.mktemp("images")))
