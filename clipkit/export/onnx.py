@@ -272,7 +272,7 @@ from PIL import Image
 {import}
 folder = Path("{folder}")
 config = json.loads((folder / "{config}").read_text())
-visual, textual = (
+{prepare}visual, textual = (
     {open}
     for kind in ("image", "text")
 )
@@ -289,6 +289,7 @@ print(probabilities / probabilities.sum())
 ONNXRUNTIME_CODE = {  # what fills the gaps of the example
     "runtime": "onnxruntime",
     "config": CONFIG,
+    "prepare": "",
     "open": 'onnxruntime.InferenceSession(folder / config[kind]["file"], providers=["CPUExecutionProvider"])',
     "visual": 'visual.run(None, {"pixel_values": pixels})',
     "textual": 'textual.run(None, {"input_ids": ids})',

@@ -40,7 +40,8 @@ _ATTEMPTS = 3
 _OPENVINO_CODE = {
     "runtime": "openvino",
     "config": CONFIG,
-    "open": """openvino.compile_model(
+    "prepare": "core = openvino.Core()\n",  # one for both graphs, see ``open_openvino_core``
+    "open": """core.compile_model(
         folder / config[kind]["file"], "CPU", {"INFERENCE_PRECISION_HINT": "f32"}
     )""",
     "visual": "visual(pixels)",
