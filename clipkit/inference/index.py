@@ -1,7 +1,7 @@
-"""An approximate index of embeddings: lists of similar rows (IVF), a few bits per element (RaBitQ), by faiss.
+"""An approximate index of embeddings: lists of similar rows (IVF), one byte per element, by faiss.
 
-    EMBEDDINGS/index/index.json              the file below, its SHA-256, and the embedding files that it covers
-    EMBEDDINGS/index/rows-DIGITS.faiss       centers and codes (Gao and Long 2024, https://arxiv.org/abs/2405.12497)
+    EMBEDDINGS/index/index.json           describes the file below, and lists the embedding files that it covers
+    EMBEDDINGS/index/rows-DIGITS.faiss    centers, and rows, which stay memory-mapped
 
 The index only selects candidates. ``clipkit.inference.search`` compares these exactly, and also all rows of
 embedding files that are new or have changed since. A wrong index can miss rows, but gives no wrong similarity.
@@ -15,7 +15,7 @@ import math
 import os
 import secrets
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -28,13 +28,13 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import lock_output, replacing, write_atomic
 from clipkit.inference.storage import unpacked
 
-_FORMAT = 4
+_FORMAT = 5
 _SAMPLES = 40  # rows for each list that its center is computed from
-_ITERATIONS = 10
+_ITERATIONS = 5
 # by each query, at least; many short lists are searched faster than few long ones
-_LISTS_SEARCHED = 96
-_ROWS_SEARCHED = 40_000
-_BITS = 512  # of the code of a row, at least
+_LISTS_SEARCHED = 64
+_ROWS_SEARCHED = 32_000
+_MULTIPLE = 16  # of the width, for which faiss is fast
 # A longer query ranks unit rows in the same order, but lists more by the cosine and less by the norm of their
 # centers: texts, which have low cosines with all images, then find more of the nearest images.
 _QUERY_NORM = 2.0
@@ -51,7 +51,11 @@ Stamp = tuple[int, int, int, int]
 
 
 class ApproximateIndex:
-    """The index of a folder of embeddings, in memory.
+    """The index of a folder of embeddings.
+
+    Args:
+        folder: the folder of the embeddings.
+        mapped: leave rows in the file, to which none can be added then.
 
     Attributes:
         covers: the embedding files that are covered, by number.
@@ -62,8 +66,9 @@ class ApproximateIndex:
         FileNotFoundError: the folder has none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mapped: bool = True) -> None:
         described = folder / "index" / "index.json"
+        self._folder = folder
         try:
             text = described.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -80,38 +85,61 @@ class ApproximateIndex:
                 for file_number, (rows, size, time, digest) in stored["covers"].items()
             }
             path = described.with_name(Path(str(stored["file"])).name)
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
-                    raise ValueError(f"the content of {path.name} has changed")
+            size, time = _stamp_of(path)
+            if [size, time] != stored["stamp"]:
+                raise ValueError(f"{path.name} has changed")
             with _READING:
                 # no part of the file is larger than the file
-                self._faiss.set_deserialization_vector_byte_limit(path.stat().st_size + 1)
-                self.engine = self._faiss.read_index(str(path))
+                self._faiss.set_deserialization_vector_byte_limit(size + 1)
+                flags = self._faiss.IO_FLAG_MMAP_IFC if mapped else 0
+                self.engine = self._faiss.read_index(str(path), flags)
             self.lists = self._faiss.extract_index_ivf(self.engine)
             rows = self.engine.ntotal
-            if rows != stored["rows"]:
-                raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
+            if rows != stored["rows"] or _hash_centers(self._faiss, self.engine) != stored["centers"]:
+                raise ValueError(f"{path.name} is damaged")
             lists = self.lists.nlist
             self.lists.nprobe = min(lists, max(_LISTS_SEARCHED, _ROWS_SEARCHED * lists // max(1, rows)))
         except _DAMAGED as error:
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
-            raise DataError(
-                f"cannot use the index in {described.parent} ({why}): run clipkit index {folder}, or pass --exact"
-            ) from error
+            raise self._describe_damage(why) from error
 
-    def near(self, query: npt.NDArray[np.float32], count: int) -> dict[int, npt.NDArray[np.int64]]:
+    def near(
+        self, query: npt.NDArray[np.float32], count: int, files: Container[int]
+    ) -> dict[int, npt.NDArray[np.int64]]:
         """Return candidates for the rows nearest to a query, by the number of the embedding file.
 
         Args:
             query: (O,), unit norm.
-            count: C; more candidates take longer, and include more of the nearest rows.
+            count: C; more candidates take longer, and include more of the nearest rows. There are fewer if the
+                lists searched have fewer rows.
+            files: numbers of the embedding files that rows may be in.
+
+        Raises:
+            DataError: the index is damaged.
         """
         self._faiss.omp_set_num_threads(1)  # of this thread
-        keys = self.engine.search(_QUERY_NORM * query[None], count)[1][0]
-        keys = np.sort(keys[keys >= 0])
-        numbers, starts = np.unique(keys >> _ROW_BITS, return_index=True)
-        rows = np.split(keys & (2**_ROW_BITS - 1), starts[1:])
-        return dict(zip(numbers.tolist(), rows, strict=False))  # without keys, rows are one empty array
+        searched = count
+        while True:
+            keys = self.engine.search(_QUERY_NORM * query[None], searched)[1][0]
+            keys = np.sort(keys[keys >= 0])
+            numbers, starts = np.unique(keys >> _ROW_BITS, return_index=True)
+            rows = np.split(keys & (2**_ROW_BITS - 1), starts[1:])
+            candidates = dict(
+                zip(numbers.tolist(), rows, strict=False)
+            )  # without keys, rows are one empty array
+            for file_number, file_rows in candidates.items():
+                if file_number not in self.covers or file_rows[-1] >= self.covers[file_number][0]:
+                    raise self._describe_damage(f"no row {file_rows[-1]} in file {file_number}")
+            candidates = {number: rows for number, rows in candidates.items() if number in files}
+            if len(keys) < searched or sum(len(rows) for rows in candidates.values()) >= count:
+                return candidates
+            searched *= 4  # many were of other files
+
+    def _describe_damage(self, why: object) -> DataError:
+        return DataError(
+            f"cannot use the index in {self._folder / 'index'} ({why}): run clipkit index {self._folder}, "
+            "or pass --exact"
+        )
 
 
 def write_index(
@@ -141,7 +169,7 @@ def write_index(
         engine = None
         covers = dict[int, Stamp]()
         try:
-            earlier = ApproximateIndex(folder)
+            earlier = ApproximateIndex(folder, mapped=False)
             is_current = all(
                 file_number in stamped_rows and stamped_rows[file_number][0] == stamp
                 for file_number, stamp in earlier.covers.items()
@@ -160,11 +188,7 @@ def write_index(
             if not len(sample):  # every step-th row is zero or not finite
                 sample = np.concatenate([_select_valid(rows)[1] for _, rows in stamped_rows.values()])
             lists = min(lists, len(sample))
-            bits = min(8, math.ceil(_BITS / width))
-            engine = faiss.index_factory(width, f"RR{width},IVF{lists},RaBitQfs{bits}")
-            clustering = faiss.extract_index_ivf(engine).cp
-            clustering.niter = _ITERATIONS
-            clustering.min_points_per_centroid = 1  # else faiss prints a warning
+            engine = _make_engine(faiss, width, lists)
             engine.train(sample)
         done = 0
         for file_number, (stamp, rows) in stamped_rows.items():
@@ -183,16 +207,46 @@ def write_index(
                 faiss.write_index(engine, str(temporary))
             except RuntimeError as error:
                 raise DataError(f"cannot write {index_folder}: is the disk full?") from error
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         described: Mapping[str, Any] = {
-            "format": _FORMAT, "file": path.name, "sha256": digest, "rows": engine.ntotal, "covers": covers,
+            "format": _FORMAT, "file": path.name, "stamp": _stamp_of(path), "rows": engine.ntotal,
+            "centers": _hash_centers(faiss, engine), "covers": covers,
         }  # fmt: skip
         write_atomic(index_folder / "index.json", json.dumps(described) + "\n", durable=True)
         for other in [*index_folder.glob("rows-*"), *index_folder.glob(".*.partial")]:
             if other != path:
                 other.unlink(missing_ok=True)
         return done, path.stat().st_size
+
+
+def _make_engine(faiss: Any, width: int, lists: int) -> Any:
+    """Return an index without rows: bytes of randomly rotated differences to the centers of lists.
+
+    All elements have one range, with which faiss searches faster; the rotation gives them about the same variance.
+    """
+    rotation = faiss.RandomRotationMatrix(width, math.ceil(width / _MULTIPLE) * _MULTIPLE)
+    centers = faiss.IndexFlatL2(rotation.d_out)
+    engine = faiss.IndexIVFScalarQuantizer(
+        centers, rotation.d_out, lists, faiss.ScalarQuantizer.QT_8bit_uniform, faiss.METRIC_L2
+    )
+    engine.cp.niter = _ITERATIONS
+    engine.cp.min_points_per_centroid = 1  # else faiss prints a warning
+    return faiss.IndexPreTransform(rotation, engine)
+
+
+def _hash_centers(faiss: Any, engine: Any) -> str:
+    """Hash what all searches depend on: the rotation, the centers and the range of bytes."""
+    lists = faiss.downcast_index(faiss.extract_index_ivf(engine))
+    rotation = faiss.downcast_VectorTransform(engine.chain.at(0))
+    digest = hashlib.sha256(faiss.vector_to_array(rotation.A))
+    digest.update(lists.quantizer.reconstruct_n(0, lists.nlist))
+    digest.update(faiss.vector_to_array(lists.sq.trained))
+    return digest.hexdigest()
+
+
+def _stamp_of(path: Path) -> tuple[int, int]:
+    """Return the bytes and the modification time in ns of a file."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def _select_valid(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

@@ -70,8 +70,8 @@ _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRET
 _BLOCK = 1 << 16  # rows that are compared with several queries at a time
 _MOST_FROM_INDEX = 1000  # results; more are searched exactly
 # from the index, at least and for each result
-_LEAST_CANDIDATES = 1024
-_CANDIDATES = 8
+_LEAST_CANDIDATES = 24
+_CANDIDATES = 2
 _QUERIES = 50  # that the recall of an index is measured with
 _NUMBERS = 1 << 18  # that are converted to float32 at a time, so that they stay in the cache
 
@@ -420,10 +420,9 @@ class Embeddings:
             for part_index, part in enumerate(parts)
             if index.covers.get(part.number) == part.stamp
         }
-        # of 10,000,000 rows, more are nearly as near as the k nearest
-        count = max(_LEAST_CANDIDATES, index.lists.nlist // 2, _CANDIDATES * k)
-        near = index.near(query.numpy(), count) if covered else {}
-        near = {covered[file_number]: rows for file_number, rows in near.items() if file_number in covered}
+        count = max(_LEAST_CANDIDATES, _CANDIDATES * k)
+        near = index.near(query.numpy(), count, covered) if covered else {}
+        near = {covered[file_number]: rows for file_number, rows in near.items()}
         for part_index in near:
             parts[part_index].check(table=False)  # the tables of hits are checked at the end
             parts[part_index].expect_reads(in_order=False)

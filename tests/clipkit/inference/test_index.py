@@ -15,6 +15,7 @@ import torch
 from clipkit.__main__ import dispatch
 from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import FileLock
+from clipkit.inference.index import ApproximateIndex
 from clipkit.inference.search import Embeddings, EmbeddingsChanged
 from clipkit.inference.storage import STORAGE
 from tests.clipkit.inference.test_search import unit, write
@@ -109,6 +110,15 @@ def test_texts_find_their_nearest_images_at_any_width(tmp_path: Path, width: int
     index(tmp_path)
     (codes,) = (tmp_path / "index").glob("*.faiss")
     assert codes.read_bytes() == content
+
+
+def test_rows_of_other_files_do_not_displace_candidates(tmp_path: Path) -> None:
+    near, others = np.repeat(rows_of(1, 1), 290, axis=0), rows_of(2, 200)
+    write(tmp_path, near, others)
+    index(tmp_path)
+    candidates = ApproximateIndex(tmp_path).near(near[0], 24, {1})
+    assert [*candidates] == [1]
+    assert {*np.argsort(-(others @ near[0]))[:24].tolist()} <= {*candidates[1].tolist()}
 
 
 def test_equal_rows_and_an_index_that_outgrew_its_lists(
@@ -223,14 +233,31 @@ def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch:
         def __reduce__(self) -> tuple[object, ...]:
             return Path.touch, (ran,)
 
-    for damaged in (b"", content[:-1000], content[:500] + b"\xff" * 8 + content[508:], pickle.dumps(Evil())):
-        codes.write_bytes(damaged)
+    def damage(content: bytes) -> None:
+        """As a faulty disk does: with the same time."""
+        codes.write_bytes(content)
+        os.utime(codes, ns=(stored["stamp"][1], stored["stamp"][1]))
+
+    damage_in_place = content[:500] + b"\xff" * 8 + content[508:]
+    for damaged in (b"", content[:-1000], damage_in_place, content + b"1", pickle.dumps(Evil())):
+        damage(damaged)
         with pytest.raises(
             DataError, match=r"cannot use the index in .*run clipkit index .* or pass --exact"
         ):
             Embeddings(folder)
     assert not ran.exists() and len(Embeddings(folder, exact=True)) == 800
+    query = torch.from_numpy(rows_of(1, 1)[0])
+    for number, row in ((7, 0), (0, 400), (-1, 0)):
+        damage(content[:-8] + ((number << 32) + row).to_bytes(8, "little", signed=True))  # the last row's key
+        if number < 0:  # as of no row
+            assert len(Embeddings(folder).search(query, 799)) == 799
+        else:
+            with pytest.raises(DataError, match=rf"\(no row {row} in file {number}\): run clipkit index"):
+                Embeddings(folder).search(query, 799)
     codes.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows-\w+\.faiss has changed\): run clipkit index"):
+        Embeddings(folder)
+    damage(content)
     wrong: list[object] = [[], {}, stored | {"format": 1}, stored | {"covers": {"0": [1]}}]
     for changed in [*wrong, stored | {"file": "../../etc/passwd"}, stored | {"rows": 1}]:
         described.write_text(json.dumps(changed))
