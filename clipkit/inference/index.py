@@ -169,14 +169,14 @@ def write_index(
         engine = None
         covers = dict[int, Stamp]()
         try:
-            earlier = ApproximateIndex(folder, mapped=False)
+            earlier = ApproximateIndex(folder)
             is_current = all(
                 file_number in stamped_rows and stamped_rows[file_number][0] == stamp
                 for file_number, stamp in earlier.covers.items()
             )
             # lists that became too long take longer to search
             if is_current and earlier.engine.d == width and lists <= 2 * earlier.lists.nlist:
-                engine = earlier.engine
+                engine = ApproximateIndex(folder, mapped=False).engine
                 covers = earlier.covers
         except (DataError, FileNotFoundError):  # replaced by a new one
             pass
