@@ -34,7 +34,7 @@ _ITERATIONS = 5
 # by each query, at least; many short lists are searched faster than few long ones
 _LISTS_SEARCHED = 64
 _ROWS_SEARCHED = 32_000
-_MULTIPLE = 16  # of the width, for which faiss is fast
+_WIDTH_MULTIPLE = 16  # faiss is fast for widths that are multiples of it
 # A longer query ranks unit rows in the same order, but lists more by the cosine and less by the norm of their
 # centers: texts, which have low cosines with all images, then find more of the nearest images.
 _QUERY_NORM = 2.0
@@ -124,13 +124,11 @@ class ApproximateIndex:
             keys = np.sort(keys[keys >= 0])
             numbers, starts = np.unique(keys >> _ROW_BITS, return_index=True)
             rows = np.split(keys & (2**_ROW_BITS - 1), starts[1:])
-            candidates = dict(
-                zip(numbers.tolist(), rows, strict=False)
-            )  # without keys, rows are one empty array
-            for file_number, file_rows in candidates.items():
+            found = dict(zip(numbers.tolist(), rows, strict=False))  # without keys, rows are one empty array
+            for file_number, file_rows in found.items():
                 if file_number not in self.covers or file_rows[-1] >= self.covers[file_number][0]:
                     raise self._describe_damage(f"no row {file_rows[-1]} in file {file_number}")
-            candidates = {number: rows for number, rows in candidates.items() if number in files}
+            candidates = {file_number: found[file_number] for file_number in found if file_number in files}
             if len(keys) < searched or sum(len(rows) for rows in candidates.values()) >= count:
                 return candidates
             searched *= 4  # many were of other files
@@ -223,7 +221,7 @@ def _make_engine(faiss: Any, width: int, lists: int) -> Any:
 
     All elements have one range, with which faiss searches faster; the rotation gives them about the same variance.
     """
-    rotation = faiss.RandomRotationMatrix(width, math.ceil(width / _MULTIPLE) * _MULTIPLE)
+    rotation = faiss.RandomRotationMatrix(width, math.ceil(width / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
     centers = faiss.IndexFlatL2(rotation.d_out)
     engine = faiss.IndexIVFScalarQuantizer(
         centers, rotation.d_out, lists, faiss.ScalarQuantizer.QT_8bit_uniform, faiss.METRIC_L2
