@@ -55,7 +55,7 @@ class ApproximateIndex:
 
     Args:
         folder: the folder of the embeddings.
-        mapped: leave rows in the file, to which none can be added then.
+        mapped: keep the rows in the file, memory-mapped; no rows can be added then.
 
     Attributes:
         covers: the embedding files that are covered, by number.
@@ -85,12 +85,12 @@ class ApproximateIndex:
                 for file_number, (rows, size, time, digest) in stored["covers"].items()
             }
             path = described.with_name(Path(str(stored["file"])).name)
-            size, time = _stamp_of(path)
-            if [size, time] != stored["stamp"]:
+            status = path.stat()
+            if (status.st_size, status.st_mtime_ns) != (stored["bytes"], stored["time"]):
                 raise ValueError(f"{path.name} has changed")
             with _READING:
                 # no part of the file is larger than the file
-                self._faiss.set_deserialization_vector_byte_limit(size + 1)
+                self._faiss.set_deserialization_vector_byte_limit(status.st_size + 1)
                 flags = self._faiss.IO_FLAG_MMAP_IFC if mapped else 0
                 self.engine = self._faiss.read_index(str(path), flags)
             self.lists = self._faiss.extract_index_ivf(self.engine)
@@ -118,20 +118,22 @@ class ApproximateIndex:
             DataError: the index is damaged.
         """
         self._faiss.omp_set_num_threads(1)  # of this thread
-        searched = count
+        requested = count
         while True:
-            keys = self.engine.search(_QUERY_NORM * query[None], searched)[1][0]
+            keys = self.engine.search(_QUERY_NORM * query[None], requested)[1][0]
             keys = np.sort(keys[keys >= 0])
             numbers, starts = np.unique(keys >> _ROW_BITS, return_index=True)
             rows = np.split(keys & (2**_ROW_BITS - 1), starts[1:])
-            found = dict(zip(numbers.tolist(), rows, strict=False))  # without keys, rows are one empty array
-            for file_number, file_rows in found.items():
+            candidates = dict[int, npt.NDArray[np.int64]]()
+            # without keys, rows are one empty array
+            for file_number, file_rows in zip(numbers.tolist(), rows, strict=False):
                 if file_number not in self.covers or file_rows[-1] >= self.covers[file_number][0]:
                     raise self._describe_damage(f"no row {file_rows[-1]} in file {file_number}")
-            candidates = {file_number: found[file_number] for file_number in found if file_number in files}
-            if len(keys) < searched or sum(len(rows) for rows in candidates.values()) >= count:
+                if file_number in files:
+                    candidates[file_number] = file_rows
+            if len(keys) < requested or sum(map(len, candidates.values())) >= count:
                 return candidates
-            searched *= 4  # many were of other files
+            requested *= 4  # many were of other files
 
     def _describe_damage(self, why: object) -> DataError:
         return DataError(
@@ -205,21 +207,27 @@ def write_index(
                 faiss.write_index(engine, str(temporary))
             except RuntimeError as error:
                 raise DataError(f"cannot write {index_folder}: is the disk full?") from error
+        status = path.stat()
         described: Mapping[str, Any] = {
-            "format": _FORMAT, "file": path.name, "stamp": _stamp_of(path), "rows": engine.ntotal,
-            "centers": _hash_centers(faiss, engine), "covers": covers,
-        }  # fmt: skip
+            "format": _FORMAT,
+            "file": path.name,
+            "bytes": status.st_size,
+            "time": status.st_mtime_ns,
+            "rows": engine.ntotal,
+            "centers": _hash_centers(faiss, engine),
+            "covers": covers,
+        }
         write_atomic(index_folder / "index.json", json.dumps(described) + "\n", durable=True)
         for other in [*index_folder.glob("rows-*"), *index_folder.glob(".*.partial")]:
             if other != path:
                 other.unlink(missing_ok=True)
-        return done, path.stat().st_size
+        return done, status.st_size
 
 
 def _make_engine(faiss: Any, width: int, lists: int) -> Any:
-    """Return an index without rows: bytes of randomly rotated differences to the centers of lists.
+    """Return an index without rows, which will store the difference of each row to the center of its list in bytes.
 
-    All elements have one range, with which faiss searches faster; the rotation gives them about the same variance.
+    One range of values for all elements makes faiss faster. A random rotation gives them about the same variance.
     """
     rotation = faiss.RandomRotationMatrix(width, math.ceil(width / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
     centers = faiss.IndexFlatL2(rotation.d_out)
@@ -232,19 +240,13 @@ def _make_engine(faiss: Any, width: int, lists: int) -> Any:
 
 
 def _hash_centers(faiss: Any, engine: Any) -> str:
-    """Hash what all searches depend on: the rotation, the centers and the range of bytes."""
+    """Hash what all searches depend on: the rotation, the centers, and the range of values that bytes stand for."""
     lists = faiss.downcast_index(faiss.extract_index_ivf(engine))
     rotation = faiss.downcast_VectorTransform(engine.chain.at(0))
     digest = hashlib.sha256(faiss.vector_to_array(rotation.A))
     digest.update(lists.quantizer.reconstruct_n(0, lists.nlist))
     digest.update(faiss.vector_to_array(lists.sq.trained))
     return digest.hexdigest()
-
-
-def _stamp_of(path: Path) -> tuple[int, int]:
-    """Return the bytes and the modification time in ns of a file."""
-    status = path.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _select_valid(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

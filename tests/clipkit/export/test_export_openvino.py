@@ -94,11 +94,10 @@ def test_example_of_the_model_card_runs(float32: tuple[CLIP, Path], paths: list[
     with Image.open(paths[0]) as image:
         image.save(out.parent / "cat.jpg")
     (code,) = re.findall(r"### OpenVINO\n\n```python\n(.*?)```", (out / "README.md").read_text(), re.DOTALL)
-    # the example frees cores of OpenVINO, after which signals would end this process: see ``open_openvino_core``
+    # in a process of its own, as freed cores of OpenVINO can end this one: see ``open_openvino_core``
     offline = "from clipkit.formats.graph import import_openvino\nimport_openvino()\n"
-    printed = [
-        float(number) for number in re.findall(r"\d\.\d+(?:e-\d+)?", run_code(offline + code, out.parent))
-    ]
+    output = run_code(offline + code, out.parent)
+    printed = [float(number) for number in re.findall(r"\d\.\d+(?:e-\d+)?", output)]
     texts = ["a photo of a cat", "a photo of a dog"]
     similarities = clipkit.encode_image(paths[0], model) @ clipkit.encode_text(texts, model).T
     expected = (model.logit_scale.exp() * similarities).softmax(dim=-1).detach().flatten()

@@ -236,10 +236,10 @@ def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch:
     def damage(content: bytes) -> None:
         """As a faulty disk does: with the same time."""
         codes.write_bytes(content)
-        os.utime(codes, ns=(stored["stamp"][1], stored["stamp"][1]))
+        os.utime(codes, ns=(stored["time"], stored["time"]))
 
-    damage_in_place = content[:500] + b"\xff" * 8 + content[508:]
-    for damaged in (b"", content[:-1000], damage_in_place, content + b"1", pickle.dumps(Evil())):
+    other_rotation = content[:500] + b"\xff" * 8 + content[508:]
+    for damaged in (b"", content[:-1000], other_rotation, content + b"1", pickle.dumps(Evil())):
         damage(damaged)
         with pytest.raises(
             DataError, match=r"cannot use the index in .*run clipkit index .* or pass --exact"
