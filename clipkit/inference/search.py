@@ -45,7 +45,7 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.pages import check_page, templates, write_page
 from clipkit.files.terminal import CountProgress, counted, format_bytes, printable
 from clipkit.formats.checkpoint import model_hash
-from clipkit.inference.index import ApproximateIndex, Stamp, write_index
+from clipkit.inference.index import LARGEST_K, ApproximateIndex, Stamp, write_index
 from clipkit.inference.inputs import Item, Sample, Stream, read_image
 from clipkit.inference.storage import Storage, content_digest, storage_of, unpacked
 from clipkit.inference.stream import pick_device
@@ -68,10 +68,6 @@ _SHARDS = 16  # whose list of members is kept
 _TABLES = 100 << 20  # bytes of metadata that are kept
 _AS_SHOWN = Decoding(background=(255, 255, 255), upright=True, pixel_range=STRETCH)
 _BLOCK = 1 << 16  # rows that are compared with several queries at a time
-_MOST_FROM_INDEX = 1000  # results; more are searched exactly
-# from the index, at least and for each result
-_LEAST_CANDIDATES = 24
-_CANDIDATES = 2
 _QUERIES = 50  # that the recall of an index is measured with
 _NUMBERS = 1 << 18  # that are converted to float32 at a time, so that they stay in the cache
 
@@ -398,7 +394,7 @@ class Embeddings:
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
         masks = [self._mask(part, filters) for part in parts]
         ranked = None
-        if (index := self._index) is not None and not filters and k <= _MOST_FROM_INDEX:
+        if (index := self._index) is not None and not filters and k <= LARGEST_K:
             ranked = self._from_index(index[1], parts, query, k)
         if ranked is None:
             ranked = self._compare_rows(dict(enumerate(parts)), masks, query, k)
@@ -420,8 +416,7 @@ class Embeddings:
             for part_index, part in enumerate(parts)
             if index.covers.get(part.number) == part.stamp
         }
-        count = max(_LEAST_CANDIDATES, _CANDIDATES * k)
-        near = index.near(query.numpy(), count, covered) if covered else {}
+        near = index.near(query.numpy(), k, covered) if covered else {}
         near = {covered[file_number]: rows for file_number, rows in near.items()}
         for part_index in near:
             parts[part_index].check(table=False)  # the tables of hits are checked at the end
