@@ -261,6 +261,7 @@ def _make_engine(faiss: Any, width: int, lists: int) -> Any:
     engine = faiss.IndexIVFPQFastScan(
         centers, rotation.d_out, lists, groups, _CODE_BITS, faiss.METRIC_INNER_PRODUCT
     )
+    engine.by_residual = True
     engine.cp.niter = _ITERATIONS
     for clustering in (engine.cp, engine.pq.cp):
         clustering.min_points_per_centroid = 1  # else faiss prints a warning
