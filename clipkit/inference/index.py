@@ -124,10 +124,8 @@ class ApproximateIndex:
         """Number of lists."""
         return int(self._lists.nlist)
 
-    def near(
-        self, query: npt.NDArray[np.float32], k: int, files: Container[int]
-    ) -> dict[int, npt.NDArray[np.int64]]:
-        """Return candidates for the rows nearest to a query, by the number of the embedding file.
+    def near(self, query: npt.NDArray[np.float32], k: int, files: Container[int]) -> list[tuple[int, int]]:
+        """Return candidates for the rows nearest to a query: numbers of embedding files, and of rows in these.
 
         Args:
             query: (O,), unit norm.
@@ -149,22 +147,16 @@ class ApproximateIndex:
         count = requested = max(_LEAST_CANDIDATES, _CANDIDATES * k)
         while True:
             _, [keys] = self._lists.search_preassigned(rotated, requested, searched, list_products)
-            keys = np.sort(keys[keys >= 0])
-            numbers, starts = np.unique(keys >> _ROW_BITS, return_index=True)
-            rows = np.split(keys & (2**_ROW_BITS - 1), starts[1:])
-            # without keys, rows are one empty array
-            candidates = {
-                file_number: file_rows
-                for file_number, file_rows in zip(numbers.tolist(), rows, strict=False)
-                if file_number in files
-            }
-            if len(keys) < requested or sum(map(len, candidates.values())) >= count:
+            keys = keys[keys >= 0]
+            numbers, rows = (keys >> _ROW_BITS).tolist(), (keys & (2**_ROW_BITS - 1)).tolist()
+            candidates = [pair for pair in zip(numbers, rows, strict=True) if pair[0] in files]
+            if len(keys) < requested or len(candidates) >= count:
                 return candidates
             requested *= 4  # many were of other files
 
     def _count_lists(self, k: int) -> int:
         """Return the number of lists that are searched for k results."""
-        by_rows = _ROWS_SEARCHED * self.list_count // max(1, self.engine.ntotal)
+        by_rows = _ROWS_SEARCHED * self.list_count // max(1, int(self.engine.ntotal))
         return min(self.list_count, max(_LISTS_SEARCHED, by_rows) + k // _RESULTS_PER_LIST)
 
     def _describe_damage(self, why: object) -> DataError:

@@ -160,6 +160,7 @@ class _Part:
         scores = torch.empty(len(self.rows))
         for block, numbers in self._blocks():
             torch.mv(numbers, query, out=scores[block])
+        self.expect_reads(in_order=False)
         return scores if self.storage.unit else scores.div_(self.norms)
 
     def _blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -177,6 +178,28 @@ class _Part:
             self.memory.madvise(mmap.MADV_NORMAL if in_order else mmap.MADV_RANDOM)
 
 
+class _Snapshot:
+    """The files of a folder and its index as they were opened.
+
+    Attributes:
+        covered: indices of the parts that the index covers, by the number of their files.
+        rest: the other parts by their indices.
+    """
+
+    def __init__(self, parts: Sequence[_Part] = (), index: ApproximateIndex | None = None) -> None:
+        self.parts = parts
+        self.index = index
+        self.covered: dict[int, int] = {}
+        self.rest: dict[int, _Part] = {}
+        for part_index, part in enumerate(parts):
+            if index is not None and index.covers.get(part.number) == part.stamp:
+                self.covered[part.number] = part_index
+                part.expect_reads(in_order=False)
+            else:
+                self.rest[part_index] = part
+        self.covered_rows = sum(len(parts[part_index].rows) for part_index in self.covered.values())
+
+
 class Embeddings:
     """A folder written by ``clipkit encode`` or clip-retrieval, which may grow while it is searched.
 
@@ -188,7 +211,7 @@ class Embeddings:
     def __init__(self, folder: Path, *, exact: bool = False) -> None:
         self.folder = folder
         self.manifest: dict[str, Any] = {}
-        self._parts: tuple[_Part, ...] = ()
+        self._snapshot = _Snapshot()
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
         self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
@@ -199,6 +222,10 @@ class Embeddings:
         self._index: tuple[FileStamp, ApproximateIndex] | None = None
         allow_open_files()  # each embedding file stays open
         self.refresh()
+
+    @property
+    def _parts(self) -> Sequence[_Part]:
+        return self._snapshot.parts
 
     def __len__(self) -> int:
         return sum(len(part.rows) for part in self._parts)
@@ -221,10 +248,8 @@ class Embeddings:
     @property
     def unindexed(self) -> int:
         """Number of rows that the index lacks; 0 without an index."""
-        if self._index is None:
-            return 0
-        covers = self._index[1].covers
-        return sum(len(part.rows) for part in self._parts if covers.get(part.number) != part.stamp)
+        snapshot = self._snapshot
+        return 0 if snapshot.index is None else sum(len(part.rows) for part in snapshot.rest.values())
 
     @property
     def missing(self) -> int:
@@ -287,7 +312,7 @@ class Embeddings:
                 raise DataError(
                     f"the files in {self.folder} have embeddings of different dimensions or dtypes"
                 )
-            self._parts = tuple(parts)
+            self._snapshot = _Snapshot(parts, self._index[1] if self._index else None)
 
     def sample(self, count: int) -> Tensor:
         """Return at most ``count`` rows that are finite and not zero, evenly spaced, (count, O) float32."""
@@ -389,14 +414,15 @@ class Embeddings:
                 place during the search ends the process; ``clipkit encode`` only replaces files.
             DataError: the query has another dimension, or there is no such column.
         """
-        parts = self._parts
+        snapshot = self._snapshot
+        parts = snapshot.parts
         if query.shape != (self.width,):
             raise DataError(f"the query has dimension {query.numel()}, the embeddings have {self.width}")
-        masks = [self._mask(part, filters) for part in parts]
         ranked = None
-        if (index := self._index) is not None and not filters and k <= LARGEST_K:
-            ranked = self._from_index(index[1], parts, query, k)
+        if snapshot.index is not None and not filters and k <= LARGEST_K:
+            ranked = self._from_index(snapshot, snapshot.index, query, k)
         if ranked is None:
+            masks = [self._mask(part, filters) for part in parts]
             ranked = self._compare_rows(dict(enumerate(parts)), masks, query, k)
         ranked = sorted(ranked)[:k]
         for part_index in {part_index for _, part_index, _ in ranked}:
@@ -404,36 +430,31 @@ class Embeddings:
         return [self._hit(parts[part_index], row, -score) for score, part_index, row in ranked]
 
     def _from_index(
-        self, index: ApproximateIndex, parts: Sequence[_Part], query: Tensor, k: int
+        self, snapshot: _Snapshot, index: ApproximateIndex, query: Tensor, k: int
     ) -> list[tuple[float, int, int]] | None:
         """Rank the candidates of the index, and the rows that it lacks; None if it has too few candidates.
 
         Returns:
             Negative similarity, index of the part, and row.
         """
-        covered = {
-            part.number: part_index
-            for part_index, part in enumerate(parts)
-            if index.covers.get(part.number) == part.stamp
-        }
-        near = index.near(query.numpy(), k, covered) if covered else {}
-        near = {covered[file_number]: rows for file_number, rows in near.items()}
-        for part_index in near:
-            parts[part_index].check(table=False)  # the tables of hits are checked at the end
-            parts[part_index].expect_reads(in_order=False)
-        stored = [parts[part_index].rows[rows] for part_index, rows in near.items()]
-        candidates = [(part_index, row) for part_index, rows in near.items() for row in rows.tolist()]
-        if len(candidates) < min(k, sum(len(parts[part_index].rows) for part_index in covered.values())):
+        parts, covered = snapshot.parts, snapshot.covered
+        near = index.near(query.numpy(), k, covered) if covered else []
+        candidates = [(covered[file_number], row) for file_number, row in near]
+        if len(candidates) < min(k, snapshot.covered_rows):
             return None
+        for part_index in {part_index for part_index, _ in candidates}:
+            parts[part_index].check(table=False)  # the tables of hits are checked at the end
         ranked: list[tuple[float, int, int]] = []
         if candidates:
-            scores = _unit_rows(np.concatenate(stored)) @ query
-            least = scores.topk(min(k, len(scores))).values[-1]
-            best = (scores >= least).nonzero()[:, 0].tolist()
-            ranked = [(-float(scores[i]), *candidates[i]) for i in best]
-        indexed = {*covered.values()}
-        rest = {part_index: part for part_index, part in enumerate(parts) if part_index not in indexed}
-        return ranked + self._compare_rows(rest, [None] * len(parts), query, k) if rest else ranked
+            stored = np.empty((len(candidates), parts[0].rows.shape[1]), parts[0].rows.dtype)
+            for i, (part_index, row) in enumerate(candidates):
+                stored[i] = parts[part_index].rows[row]
+            scores = _unit_rows(stored) @ query
+            best = scores.topk(min(k, len(scores)))
+            ranked = [(-score, *candidates[i]) for score, i in zip(*map(Tensor.tolist, best), strict=True)]
+        if snapshot.rest:
+            ranked += self._compare_rows(snapshot.rest, [None] * len(parts), query, k)
+        return ranked
 
     @staticmethod
     def _compare_rows(

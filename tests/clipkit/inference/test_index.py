@@ -117,8 +117,8 @@ def test_rows_of_other_files_do_not_displace_candidates(tmp_path: Path) -> None:
     write(tmp_path, near, others)
     index(tmp_path)
     candidates = ApproximateIndex(tmp_path).near(near[0], 24, {1})
-    assert [*candidates] == [1]
-    assert {*np.argsort(-(others @ near[0]))[:24].tolist()} <= {*candidates[1].tolist()}
+    assert {(1, row) for row in np.argsort(-(others @ near[0]))[:24].tolist()} <= {*candidates}
+    assert {file_number for file_number, _ in candidates} == {1}
 
 
 def test_equal_rows_and_an_index_that_outgrew_its_lists(
