@@ -1,11 +1,11 @@
-"""An approximate index of embeddings: lists of similar rows (IVF), two bits per element, by faiss.
+"""An approximate index of embeddings: lists of similar rows (IVF), four bits per element, by faiss.
 
     EMBEDDINGS/index/index.json           the file below, its SHA-256, and the embedding files that it covers
     EMBEDDINGS/index/rows-DIGITS.faiss    a rotation, centers of lists, and codes of rows, which are read into memory
 
 A row belongs to the list of the nearest center. Its code stands for the difference between both, after the
-rotation: 4 bits choose one of 16 values for each pair of elements (product quantization). faiss estimates inner
-products with a query by tables of the products of these values, which stay in registers (André et al. 2015,
+rotation: 4 bits choose one of 16 values for each element. faiss estimates inner products with a query by tables of
+the products of these values, which stay in registers (André et al. 2015,
 https://www.vldb.org/pvldb/vol9/p288-andre.pdf).
 
 The index only selects candidates. ``clipkit.inference.search`` compares these exactly, and also all rows of
@@ -36,17 +36,17 @@ from clipkit.inference.storage import unpacked
 _FORMAT = 6
 LARGEST_K = 1000
 
+_LISTS_PER_ROOT = 3  # of the number of rows
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 5
 # by each query, at least; many short lists are searched faster than few long ones
 _LISTS_SEARCHED = 96
-_ROWS_SEARCHED = 48_000
+_ROWS_SEARCHED = 32_000
 _RESULTS_PER_LIST = 2  # for which one more list is searched
 # that are compared exactly, at least and for each result
-_LEAST_CANDIDATES = 128
-_CANDIDATES = 4
-_GROUP = 2  # elements for which a code has 4 bits
-_CODE_BITS = 4
+_LEAST_CANDIDATES = 32
+_CANDIDATES = 2
+_CODE_BITS = 4  # for each element
 _LEAST_WIDTH = 256  # after the rotation, so that codes of narrow rows are exact enough
 # of the squared norm of centers, when lists are ranked. Half of it would rank them by distance, but texts, which have
 # low cosines with all images, find more of the nearest images if cosines count more.
@@ -102,8 +102,8 @@ class ApproximateIndex:
                 if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
                     raise ValueError(f"the content of {path.name} has changed")
             with _READING:
-                # no part of the file is larger than the file; the largest tables have 8 bytes for each of the centers
-                self._faiss.set_deserialization_vector_byte_limit(8 * path.stat().st_size)
+                # The file is larger than its parts. faiss computes a table of 64 bytes for 4 bytes of the centers.
+                self._faiss.set_deserialization_vector_byte_limit(16 * path.stat().st_size)
                 self.engine = self._faiss.read_index(str(path))
             rows = self.engine.ntotal
             if rows != stored["rows"]:
@@ -186,7 +186,7 @@ def write_index(
     if max(stamped_rows, default=0) >= 2 ** (63 - _ROW_BITS):
         raise DataError(f"cannot index {folder}: the number of a file, {max(stamped_rows)}, is too large")
     total = sum(len(rows) for _, rows in stamped_rows.values())
-    lists = 2 * math.isqrt(total)
+    lists = _LISTS_PER_ROOT * math.isqrt(total)
     index_folder = folder / "index"
     index_folder.mkdir(exist_ok=True)
     with lock_output(index_folder, "clipkit index", lock=index_folder / ".lock"):
@@ -246,12 +246,12 @@ def write_index(
 
 
 def _make_engine(faiss: Any, width: int, lists: int) -> Any:
-    """Return an index without rows; a random rotation gives all groups of elements about the same variance."""
-    groups = math.ceil(max(width, _LEAST_WIDTH) / _GROUP)
-    rotation = faiss.RandomRotationMatrix(width, groups * _GROUP)
-    centers = faiss.IndexFlatL2(rotation.d_out)
+    """Return an index without rows; a random rotation gives all elements about the same variance."""
+    elements = max(width, _LEAST_WIDTH)
+    rotation = faiss.RandomRotationMatrix(width, elements)
+    centers = faiss.IndexFlatL2(elements)
     engine = faiss.IndexIVFPQFastScan(
-        centers, rotation.d_out, lists, groups, _CODE_BITS, faiss.METRIC_INNER_PRODUCT
+        centers, elements, lists, elements, _CODE_BITS, faiss.METRIC_INNER_PRODUCT
     )
     engine.by_residual = True
     engine.cp.niter = _ITERATIONS

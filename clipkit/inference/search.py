@@ -117,8 +117,8 @@ class _Part:
     columns: Sequence[str]  # of the table
     stamps: tuple[FileStamp, FileStamp]  # of both files
 
-    def check(self, *, table: bool = True) -> None:
-        """Check that the embedding file, and with ``table`` its metadata, is unchanged.
+    def check(self) -> None:
+        """Check that the embedding file and its metadata are unchanged.
 
         The rows of a new table are of other images, and reading beyond the new end of a mapped file would end the
         process.
@@ -127,8 +127,7 @@ class _Part:
             EmbeddingsChanged: one of them was changed, replaced or removed.
             DataError: one of them cannot be read.
         """
-        paths = (self.path, self.table) if table else (self.path,)
-        for path, stamp in zip(paths, self.stamps, strict=False):
+        for path, stamp in zip((self.path, self.table), self.stamps, strict=True):
             try:
                 is_same = _stamp_of(path) == stamp
             except FileNotFoundError:
@@ -410,8 +409,9 @@ class Embeddings:
             filters: pairs of a column and a text that its value must contain, ignoring case; all must match.
 
         Raises:
-            EmbeddingsChanged: a file that is compared has changed since ``refresh``. A file that is truncated in
-                place during the search ends the process; ``clipkit encode`` only replaces files.
+            EmbeddingsChanged: a file of the results, or one that is compared row by row, has changed since
+                ``refresh``. A file that was truncated in place since then ends the process; ``clipkit encode`` only
+                replaces files.
             DataError: the query has another dimension, or there is no such column.
         """
         snapshot = self._snapshot
@@ -442,8 +442,6 @@ class Embeddings:
         candidates = [(covered[file_number], row) for file_number, row in near]
         if len(candidates) < min(k, snapshot.covered_rows):
             return None
-        for part_index in {part_index for part_index, _ in candidates}:
-            parts[part_index].check(table=False)  # the tables of hits are checked at the end
         ranked: list[tuple[float, int, int]] = []
         if candidates:
             stored = np.empty((len(candidates), parts[0].rows.shape[1]), parts[0].rows.dtype)
