@@ -1,7 +1,7 @@
 """An approximate index of embeddings: lists of similar rows (IVF), four bits per element, by faiss.
 
     EMBEDDINGS/index/index.json           the file below, its SHA-256, and the embedding files that it covers
-    EMBEDDINGS/index/rows-DIGITS.faiss    a rotation, centers of lists, and codes of rows, which are read into memory
+    EMBEDDINGS/index/rows-DIGITS.faiss    a rotation, centers of lists, and codes of rows; read into memory
 
 A row belongs to the list of the nearest center. Its code stands for the difference between both, after the
 rotation: 4 bits choose one of 16 values for each element. faiss estimates inner products with a query by tables of
@@ -35,7 +35,6 @@ from clipkit.inference.storage import unpacked
 
 _FORMAT = 6
 LARGEST_K = 1000
-
 _LISTS_PER_ROOT = 3  # of the number of rows
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 5
@@ -48,8 +47,8 @@ _LEAST_CANDIDATES = 32
 _CANDIDATES = 2
 _CODE_BITS = 4  # for each element
 _LEAST_WIDTH = 256  # after the rotation, so that codes of narrow rows are exact enough
-# of the squared norm of centers, when lists are ranked. Half of it would rank them by distance, but texts, which have
-# low cosines with all images, find more of the nearest images if cosines count more.
+# of the squared norm of centers, when lists are ranked. Half of it would rank them by distance, but texts, which
+# have low cosines with all images, find more of the nearest images if cosines count more.
 _NORM_WEIGHT = 0.25
 _BLOCK = 10_000  # rows that are added at a time
 _ROW_BITS = 32  # of a key; the others are the number of the embedding file
@@ -129,8 +128,8 @@ class ApproximateIndex:
 
         Args:
             query: (O,), unit norm.
-            k: rows that are wanted, at most ``LARGEST_K``. There are several times as many candidates, or fewer than
-                k if the lists searched have fewer rows.
+            k: rows that are wanted, at most ``LARGEST_K``. There are more candidates, or fewer if the lists searched
+                have fewer rows.
             files: numbers of the embedding files that rows may be in.
 
         Raises:
