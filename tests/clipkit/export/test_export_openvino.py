@@ -3,20 +3,22 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch import Tensor
 
 import clipkit
 from clipkit.__main__ import dispatch
 from clipkit.errors import CheckpointError, ConfigError, DataError
-from clipkit.export import export
+from clipkit.export import export, onnx
 from clipkit.formats.checkpoint import save_model
 from clipkit.formats.graph import open_openvino_core
 from clipkit.inference.stream import FeatureStream
@@ -33,6 +35,29 @@ def run_code(code: str, folder: Path, environment: Mapping[str, str] = os.enviro
     process = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
     return process.stdout
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _reused_onnx_graphs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Export a model to ONNX once: torch's exporter takes longer than all that OpenVINO does."""
+    written: dict[tuple[object, ...], tuple[Path, list[str]]] = {}
+    write = onnx.write_model
+
+    def write_or_copy(model: CLIP, tensors: Mapping[str, Tensor], folder: Path) -> list[str]:
+        key = (
+            repr(model.architecture),
+            model.preprocess,
+            *(value.numpy().tobytes() for value in tensors.values()),
+        )
+        if key not in written:
+            graphs = tmp_path_factory.mktemp("onnx")
+            written[key] = graphs, write(model, tensors, graphs)
+        shutil.copytree(written[key][0], folder, dirs_exist_ok=True)
+        return written[key][1]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(onnx, "write_model", write_or_copy)
+        yield
 
 
 @pytest.fixture(scope="module")
