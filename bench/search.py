@@ -37,6 +37,7 @@ import pyarrow
 import pyarrow.parquet
 import torch
 
+from clipkit.inference.folder import ROW_GROUP
 from clipkit.inference.search import Embeddings
 
 RESULT = Path(__file__).parent / "results" / "search.json"
@@ -87,7 +88,8 @@ def write(folder: Path, rows: int, kind: str) -> None:
         np.save(folder / "img_emb" / f"img_emb_{part:04d}.npy", rows_of(part, kind).astype(np.float16))
         names = [f"/images/{part:04d}/{row:08d}.jpg" for row in range(PART)]
         table = pyarrow.table({"image_path": names, "source": ["/images"] * PART})
-        pyarrow.parquet.write_table(table, folder / "metadata" / f"metadata_{part:04d}.parquet")
+        path = folder / "metadata" / f"metadata_{part:04d}.parquet"
+        pyarrow.parquet.write_table(table, path, row_group_size=ROW_GROUP)
 
 
 def parts_of(folder: Path) -> Iterator[np.ndarray]:

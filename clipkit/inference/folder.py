@@ -53,6 +53,7 @@ from clipkit.inference.stream import Failure, Features
 
 _FORMAT = 2
 _CHECK_SECONDS = 1.0
+ROW_GROUP = 1000  # rows of metadata that are read together; ``clipkit search`` reads those of each result
 # settings that must not change when a run is resumed, and their names in error messages
 _SETTINGS = {
     "format": "the format", "kind": "the kind (images or texts)", "background": "the background (--background)",
@@ -283,7 +284,7 @@ class EmbeddingFolder:
                 np.lib.format.write_array_header_1_0(file, header)
                 file.write(array.reshape(-1).view(np.uint8).data)
             with temporary[2].open("wb") as file:
-                pyarrow.parquet.write_table(table, file)
+                pyarrow.parquet.write_table(table, file, row_group_size=ROW_GROUP)
 
     def finish(self) -> Totals | None:
         """Write the list of failures, clean up and return the totals; return None unless every part is complete.

@@ -128,8 +128,8 @@ class ApproximateIndex:
 
         Args:
             query: (O,), unit norm.
-            k: rows that are wanted, at most ``LARGEST_K``. There are more candidates, or fewer if the lists searched
-                have fewer rows.
+            k: rows that are wanted, at most ``LARGEST_K``. There are more candidates, or fewer if the lists
+                searched have fewer rows.
             files: numbers of the embedding files that rows may be in.
 
         Raises:

@@ -19,10 +19,12 @@ import re
 import sys
 import time
 import zlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 from threading import Lock
 from tokenize import TokenError
@@ -115,6 +117,7 @@ class _Part:
     storage: Storage
     table: Path
     columns: Sequence[str]  # of the table
+    row_groups: Sequence[int]  # of the table: numbers of the rows after each
     stamps: tuple[FileStamp, FileStamp]  # of both files
 
     def check(self) -> None:
@@ -213,7 +216,7 @@ class Embeddings:
         self._snapshot = _Snapshot()
         self._complete: set[int] | None = None  # numbers of the files that were opened
         self.left_out: list[Path] = []
-        self._tables: OrderedDict[str, pyarrow.Table] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, int | None], pyarrow.Table] = OrderedDict()
         self._table_bytes = 0
         self._lock = Lock()
         self._exact = exact
@@ -507,9 +510,11 @@ class Embeddings:
         raise DataError(f"{self.folder} has no embedding of {printable(hit.path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
-        table = self._table(part)
+        group = bisect_right(part.row_groups, row)
+        table = self._table(part, group)
+        table_row = row - (part.row_groups[group] - len(table))
         try:
-            values = {name: _plain(table[i], row) for i, name in enumerate(table.column_names)}
+            values = {name: _plain(table[i], table_row) for i, name in enumerate(table.column_names)}
         except UnicodeDecodeError as error:
             raise DataError(f"cannot read {part.table}: row {row} has text that is not UTF-8") from error
         column = "image_path" if self.has_images and "image_path" in values else "caption"
@@ -526,21 +531,26 @@ class Embeddings:
             directory=str(self.manifest.get("directory", "")),
         )
 
-    def _table(self, part: _Part) -> pyarrow.Table:
+    def _table(self, part: _Part, group: int | None = None) -> pyarrow.Table:
+        """Return the metadata of all rows, or of a row group."""
+        key = part.digits, group
         with self._lock:
-            if part.digits in self._tables:
-                self._tables.move_to_end(part.digits)
-                return self._tables[part.digits]
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                return self._tables[key]
         try:
             with pyarrow.parquet.ParquetFile(part.table) as file:
-                table = file.read(use_threads=False)  # starting threads takes longer
+                # starting threads takes longer
+                table = file.read_row_groups(
+                    range(file.num_row_groups) if group is None else [group], use_threads=False
+                )
         except (OSError, pyarrow.ArrowException) as error:
             part.check()
             raise DataError(f"cannot read {part.table}: {error}") from error
         part.check()
         with self._lock:
-            if part.digits not in self._tables:
-                self._tables[part.digits] = table
+            if key not in self._tables:
+                self._tables[key] = table
                 self._table_bytes += table.nbytes
             while len(self._tables) > 1 and self._table_bytes > _TABLES:
                 self._table_bytes -= self._tables.popitem(last=False)[1].nbytes
@@ -630,12 +640,14 @@ def _open_part(
         array = mapped.view(np.ndarray)
         metadata = pyarrow.parquet.read_metadata(table)
         columns = metadata.schema.to_arrow_schema().names
+        groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
+        row_groups = [*accumulate(group.num_rows for group in groups)]
         storage = storage_of(array)
     except FileNotFoundError:
         raise
     except _DAMAGED as error:
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
-    if len(array) != metadata.num_rows:
+    if len(array) != (row_groups[-1] if row_groups else 0):
         return None
     part = _Part(
         number=file_number,
@@ -646,6 +658,7 @@ def _open_part(
         storage=storage,
         table=table,
         columns=columns,
+        row_groups=row_groups,
         stamps=stamps,
     )
     part.check()

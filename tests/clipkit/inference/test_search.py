@@ -50,7 +50,8 @@ def write(folder: Path, *parts: np.ndarray, first: int = 0) -> None:
         table = pyarrow.table(
             {"image_path": names, "group": groups, "source": source, "raw": [b"\xff"] * len(rows)}
         )
-        parquet.write_table(table, folder / "metadata" / f"metadata_{number}.parquet")
+        path = folder / "metadata" / f"metadata_{number}.parquet"
+        parquet.write_table(table, path, row_group_size=7)
 
 
 def unit(rng: np.random.Generator, rows: int, width: int = 16) -> np.ndarray:
