@@ -131,25 +131,21 @@ class ApproximateIndex:
             k: rows that are wanted, at most ``LARGEST_K``. There are more candidates, or fewer if the lists
                 searched have fewer rows.
             files: numbers of the embedding files that rows may be in.
-
-        Raises:
-            DataError: the index is damaged.
         """
         self._faiss.omp_set_num_threads(1)  # of this thread
         rotated = self._rotation.apply(query[None])
         products = self._centers @ rotated[0]
-        best = np.argpartition(self._norms - products, self._count_lists(k) - 1)[: self._count_lists(k)]
-        searched = np.full((1, self._lists.nprobe), -1)
-        searched[0, : len(best)] = best
-        list_products = np.full(searched.shape, products[best[0]])
-        list_products[0, : len(best)] = products[best]
-        count = requested = max(_LEAST_CANDIDATES, _CANDIDATES * k)
+        count = self._count_lists(k)
+        best = np.argpartition(self._norms - products, count - 1)[:count]
+        searched, list_products = np.full((1, self._lists.nprobe), -1), np.zeros((1, self._lists.nprobe))
+        searched[0, :count], list_products[0, :count] = best, products[best]
+        wanted = requested = max(_LEAST_CANDIDATES, _CANDIDATES * k)
         while True:
             _, [keys] = self._lists.search_preassigned(rotated, requested, searched, list_products)
             keys = keys[keys >= 0]
             numbers, rows = (keys >> _ROW_BITS).tolist(), (keys & (2**_ROW_BITS - 1)).tolist()
             candidates = [pair for pair in zip(numbers, rows, strict=True) if pair[0] in files]
-            if len(keys) < requested or len(candidates) >= count:
+            if len(keys) < requested or len(candidates) >= wanted:
                 return candidates
             requested *= 4  # many were of other files
 
