@@ -33,7 +33,7 @@ _ENCODINGS = frozenset({"", "identity", "gzip", "deflate", "br", "zstd"})
 _NO_TRAINING = frozenset({"noai", "noimageai", "noindex", "noimageindex"})
 # the first word selects directives of ``X-Robots-Tag``
 _USER_AGENT = "clipkit (+https://pypi.org/project/clipkit)"
-_PRIVATE = "host with a private address (--allow-private downloads from it)"
+_PRIVATE = "host with a private address (--allow-private --retry-failed tries again)"
 _WITH_VALUE = frozenset({"unavailable_after", "max-snippet", "max-image-preview", "max-video-preview"})
 
 

@@ -190,14 +190,17 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
     parameters = [logarithm, biases]
     optimizer = torch.optim.LBFGS(parameters, max_iter=200, line_search_fn="strong_wolfe")
     single_label = targets.sum(dim=1) == 1
+    # as of one more image of each kind (Platt 1999), without which separable labels would get probabilities of 1
+    smoothing = 1 / (len(targets) + 2)
+    smooth = (1 - smoothing) * targets.float() + smoothing / (2 if several else targets.shape[1])
 
     def loss() -> Tensor:
         optimizer.zero_grad()
         logits = logarithm.exp() * similarities + biases
         if several:
-            value = F.binary_cross_entropy_with_logits(logits, targets.float())
+            value = F.binary_cross_entropy_with_logits(logits, smooth)
         else:
-            value = F.cross_entropy(logits[single_label], targets[single_label].float().argmax(dim=1))
+            value = F.cross_entropy(logits[single_label], smooth[single_label])
         value = value + _DECAY * biases.var(correction=0)  # labels with few images stay near the others
         value.backward()
         return value
@@ -229,12 +232,16 @@ def _thresholds(probabilities: Tensor, targets: Tensor, target: float, *, severa
 def _threshold(probabilities: Tensor, right: Tensor, target: float) -> float:
     """Return the lowest probability above which predictions have the precision; 2 if there is none.
 
-    One right and one wrong prediction are added, because the best of many thresholds looks better than it is.
+    One right and one wrong prediction are added, because the best of many thresholds looks better than it is. It is
+    0 if all predictions have the precision, as nothing shows that less certain ones are wrong.
     """
     order = probabilities.argsort(descending=True)
     count = torch.arange(1, len(order) + 1, dtype=torch.float64)
     enough = ((right[order].double().cumsum(0) + 1) / (count + 2) >= target).nonzero()
-    return float(probabilities[order[enough[-1]]]) if len(enough) else 2.0
+    if not len(enough):
+        return 2.0
+    last = int(enough[-1])
+    return float(probabilities[order[last]]) if last + 1 < len(order) else 0.0
 
 
 def wilson_interval(hits: float, n: float, *, miss: float = 0.05) -> tuple[float, float]:

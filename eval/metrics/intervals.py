@@ -9,11 +9,12 @@ Dimensions: N items, R resamples.
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from clipkit.inference import wilson_interval
@@ -190,9 +191,20 @@ def compare_correct(first: Tensor, second: Tensor, *, tests: int = 1) -> Compari
 
 
 def compare_means(first: Tensor, second: Tensor, *, tests: int = 1) -> Comparison:
-    """Compare the means of two models' (N,) values (Jaccard, rank …) by a paired bootstrap; N ≥ 1."""
+    """Compare the means of two models' (N,) values (Jaccard, rank …) by a paired bootstrap; N ≥ 1.
+
+    If all items of values in 0 … 1 differ by the same amount, the bootstrap has no width: the interval is then that
+    of accuracies without items that only one model has right.
+    """
     distinct, counts = np.unique((second.double() - first.double()).cpu().numpy(), return_counts=True)
-    return _compare(mean_statistic(distinct), counts, tests=tests)
+    comparison = _compare(mean_statistic(distinct), counts, tests=tests)
+    values = torch.stack([first, second])
+    if len(distinct) > 1 or values.min() < 0 or values.max() > 1:
+        return comparison
+    none = torch.zeros(len(first), dtype=torch.bool)
+    equal = compare_correct(none, none, tests=tests)
+    low, high = comparison.difference + equal.low, comparison.difference + equal.high
+    return replace(comparison, low=max(-1.0, low), high=min(1.0, high))
 
 
 def compare_statistics(

@@ -53,6 +53,17 @@ def test_true_scale_and_biases_are_found() -> None:
     assert found.biases == pytest.approx([-1] * 4, abs=0.15)
 
 
+def test_separable_labels_keep_probabilities_below_one_and_reject_nothing() -> None:
+    draw = torch.Generator().manual_seed(0)
+    targets = torch.eye(4, dtype=torch.bool).repeat(24, 1)
+    similarities = 0.2 + 0.02 * torch.randn(96, 4, generator=draw) + 0.2 * targets
+    found = calibrated(similarities[:48], targets[:48])
+    probabilities = found.probabilities(similarities[48:])
+    assert 0.9 < probabilities[targets[48:]].min() < probabilities.max() < 0.9999
+    assert (probabilities[targets[48:]] >= torch.tensor(found.thresholds).repeat(12)).all()
+    assert found.held_out.recall == 1
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_new_images_reach_the_promised_precision(several: bool) -> None:
     reached, promised = [], []
@@ -78,7 +89,9 @@ def test_threshold_is_the_lowest_with_the_precision(rows: dict[int, bool], targe
         above = right[probabilities >= value].tolist()
         if (sum(above) + 1) / (len(above) + 2) >= target:
             reaching.append(value)
-    assert calibration._threshold(probabilities, right, target) == (min(reaching) if reaching else 2.0)
+    lowest = min(reaching, default=2.0)
+    expected = 0.0 if lowest == probabilities.min() else lowest  # all predictions have the precision
+    assert calibration._threshold(probabilities, right, target) == expected
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 50))

@@ -200,6 +200,15 @@ def test_only_real_differences_are_beyond_chance(monkeypatch: pytest.MonkeyPatch
     assert compare_means(first, first).p == 1
 
 
+@given(st.integers(1, 40), st.floats(0, 0.5), st.floats(0, 0.5))
+def test_interval_of_equal_differences_has_a_width(count: int, value: float, difference: float) -> None:
+    first = torch.full((count,), value)
+    found = compare_means(first, first + difference)
+    same = compare_correct(first > 2, first > 2)
+    assert found.high - found.difference == pytest.approx(min(same.high, 1 - found.difference))
+    assert found.low < found.difference < found.high
+
+
 def test_equal_distributions_are_rarely_beyond_chance() -> None:
     random = np.random.default_rng(0)
     found = 0
