@@ -1,12 +1,7 @@
-"""An approximate index of embeddings: lists of similar rows (IVF), four bits per element, by faiss.
+"""An approximate index of embeddings: lists of similar rows (IVF), one byte per element, by faiss.
 
-    EMBEDDINGS/index/index.json           the file below, its SHA-256, and the embedding files that it covers
-    EMBEDDINGS/index/rows-DIGITS.faiss    a rotation, centers of lists, and codes of rows; read into memory
-
-A row belongs to the list of the nearest center. Its code stands for the difference between both, after the
-rotation: 4 bits choose one of 16 values for each element. faiss estimates inner products with a query by tables of
-the products of these values, which stay in registers (André et al. 2015,
-https://www.vldb.org/pvldb/vol9/p288-andre.pdf).
+    EMBEDDINGS/index/index.json           describes the file below, and lists the embedding files that it covers
+    EMBEDDINGS/index/rows-DIGITS.faiss    centers, and rows, which stay memory-mapped
 
 The index only selects candidates. ``clipkit.inference.search`` compares these exactly, and also all rows of
 embedding files that are new or have changed since. A wrong index can miss rows, but gives no wrong similarity.
@@ -33,23 +28,22 @@ from clipkit.errors import ConfigError, DataError
 from clipkit.files.writing import lock_output, replacing, write_atomic
 from clipkit.inference.storage import unpacked
 
-_FORMAT = 6
 LARGEST_K = 1000
-_LISTS_PER_ROOT = 3  # of the number of rows
+_FORMAT = 5
+_LISTS_PER_ROOT = 3  # lists for each unit of the square root of the number of rows
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 5
-# by each query, at least; many short lists are searched faster than few long ones
-_LISTS_SEARCHED = 96
-_ROWS_SEARCHED = 32_000
+# that a query searches, at least; many short lists are searched faster than few long ones
+_LISTS_SEARCHED = 64
+_ROWS_SEARCHED = 21_000
 _RESULTS_PER_LIST = 2  # for which one more list is searched
 # that are compared exactly, at least and for each result
 _LEAST_CANDIDATES = 32
-_CANDIDATES = 2
-_CODE_BITS = 4  # for each element
-_LEAST_WIDTH = 256  # after the rotation, so that codes of narrow rows are exact enough
-# of the squared norm of centers, when lists are ranked. Half of it would rank them by distance, but texts, which
-# have low cosines with all images, find more of the nearest images if cosines count more.
-_NORM_WEIGHT = 0.25
+_CANDIDATES_PER_RESULT = 2
+_WIDTH_MULTIPLE = 16  # faiss is fast for widths that are multiples of it
+# A longer query ranks unit rows in the same order, but lists more by the cosine and less by the norm of their
+# centers: texts, which have low cosines with all images, then find more of the nearest images.
+_QUERY_NORM = 2.0
 _BLOCK = 10_000  # rows that are added at a time
 _ROW_BITS = 32  # of a key; the others are the number of the embedding file
 
@@ -67,10 +61,10 @@ class ApproximateIndex:
 
     Args:
         folder: the folder of the embeddings.
+        mapped: keep the rows in the file, memory-mapped; no rows can be added then.
 
     Attributes:
         covers: the embedding files that are covered, by number.
-        engine: of faiss, to which rows can be added.
 
     Raises:
         DataError: it is damaged or of another version.
@@ -78,7 +72,7 @@ class ApproximateIndex:
         FileNotFoundError: the folder has none.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, mapped: bool = True) -> None:
         described = folder / "index" / "index.json"
         self._folder = folder
         try:
@@ -97,23 +91,19 @@ class ApproximateIndex:
                 for file_number, (rows, size, time, digest) in stored["covers"].items()
             }
             path = described.with_name(Path(str(stored["file"])).name)
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != stored["sha256"]:
-                    raise ValueError(f"the content of {path.name} has changed")
+            status = path.stat()
+            if (status.st_size, status.st_mtime_ns) != (stored["bytes"], stored["time"]):
+                raise ValueError(f"{path.name} has changed")
             with _READING:
-                # The file is larger than its parts. faiss computes a table of 64 bytes for 4 bytes of the centers.
-                self._faiss.set_deserialization_vector_byte_limit(16 * path.stat().st_size)
-                self.engine = self._faiss.read_index(str(path))
-            rows = self.engine.ntotal
-            if rows != stored["rows"]:
-                raise ValueError(f"{path.name} is no index of {stored['rows']} rows")
+                # no part of the file is larger than the file
+                self._faiss.set_deserialization_vector_byte_limit(status.st_size + 1)
+                flags = self._faiss.IO_FLAG_MMAP_IFC if mapped else 0
+                self.engine = self._faiss.read_index(str(path), flags)
             self._rotation = self._faiss.downcast_VectorTransform(self.engine.chain.at(0))
             self._lists = self._faiss.downcast_index(self.engine.index)
-            self._lists.precomputed_table.resize(0)  # for distances
-            self._centers = self._lists.quantizer.reconstruct_n(0, self._lists.nlist)
-            self._norms = _NORM_WEIGHT * np.einsum("lo,lo->l", self._centers, self._centers)
-            # of each search; the lists of one that needs fewer are filled up
-            self._lists.nprobe = self._count_lists(LARGEST_K)
+            rows = self.engine.ntotal
+            if rows != stored["rows"] or _hash_centers(self._faiss, self.engine) != stored["centers"]:
+                raise ValueError(f"{path.name} is damaged")
         except _DAMAGED as error:
             why = f"missing {path.name}" if isinstance(error, FileNotFoundError) else error
             raise self._describe_damage(why) from error
@@ -131,28 +121,29 @@ class ApproximateIndex:
             k: rows that are wanted, at most ``LARGEST_K``. There are more candidates, or fewer if the lists
                 searched have fewer rows.
             files: numbers of the embedding files that rows may be in.
+
+        Raises:
+            DataError: the index is damaged.
         """
         self._faiss.omp_set_num_threads(1)  # of this thread
-        rotated = self._rotation.apply(query[None])
-        products = self._centers @ rotated[0]
-        count = self._count_lists(k)
-        best = np.argpartition(self._norms - products, count - 1)[:count]
-        searched, list_products = np.full((1, self._lists.nprobe), -1), np.zeros((1, self._lists.nprobe))
-        searched[0, :count], list_products[0, :count] = best, products[best]
-        wanted = requested = max(_LEAST_CANDIDATES, _CANDIDATES * k)
+        rotated = self._rotation.apply(_QUERY_NORM * query[None])
+        by_rows = _ROWS_SEARCHED * self.list_count // max(1, self.engine.ntotal)
+        lists = min(self.list_count, max(_LISTS_SEARCHED, by_rows) + k // _RESULTS_PER_LIST)
+        parameters = self._faiss.IVFSearchParameters(nprobe=lists)
+        wanted = requested = max(_LEAST_CANDIDATES, _CANDIDATES_PER_RESULT * k)
         while True:
-            _, [keys] = self._lists.search_preassigned(rotated, requested, searched, list_products)
+            _, [keys] = self._lists.search(rotated, requested, params=parameters)
             keys = keys[keys >= 0]
-            numbers, rows = (keys >> _ROW_BITS).tolist(), (keys & (2**_ROW_BITS - 1)).tolist()
-            candidates = [pair for pair in zip(numbers, rows, strict=True) if pair[0] in files]
+            candidates = []
+            for key in keys.tolist():
+                file_number, row = key >> _ROW_BITS, key & (2**_ROW_BITS - 1)
+                if file_number not in self.covers or row >= self.covers[file_number][0]:
+                    raise self._describe_damage(f"no row {row} in file {file_number}")
+                if file_number in files:
+                    candidates.append((file_number, row))
             if len(keys) < requested or len(candidates) >= wanted:
                 return candidates
             requested *= 4  # many were of other files
-
-    def _count_lists(self, k: int) -> int:
-        """Return the number of lists that are searched for k results."""
-        by_rows = _ROWS_SEARCHED * self.list_count // max(1, int(self.engine.ntotal))
-        return min(self.list_count, max(_LISTS_SEARCHED, by_rows) + k // _RESULTS_PER_LIST)
 
     def _describe_damage(self, why: object) -> DataError:
         return DataError(
@@ -195,7 +186,7 @@ def write_index(
             )
             # lists that became too long take longer to search
             if is_current and earlier.engine.d == width and lists <= 2 * earlier.list_count:
-                engine = earlier.engine
+                engine = ApproximateIndex(folder, mapped=False).engine
                 covers = earlier.covers
         except (DataError, FileNotFoundError):  # replaced by a new one
             pass
@@ -204,11 +195,9 @@ def write_index(
         if engine is None:
             step = max(1, total // (_SAMPLES * lists))
             sample = np.concatenate([_select_valid(rows[::step])[1] for _, rows in stamped_rows.values()])
-            if not len(sample):  # every step-th row is zero or not finite
+            if len(sample) < lists:  # most of these rows are zero or not finite
                 sample = np.concatenate([_select_valid(rows)[1] for _, rows in stamped_rows.values()])
             lists = min(lists, len(sample))
-            if len(sample) < 2**_CODE_BITS:  # faiss needs as many
-                sample = np.resize(sample, (2**_CODE_BITS, width))
             engine = _make_engine(faiss, width, lists)
             engine.train(sample)
         done = 0
@@ -228,31 +217,46 @@ def write_index(
                 faiss.write_index(engine, str(temporary))
             except RuntimeError as error:
                 raise DataError(f"cannot write {index_folder}: is the disk full?") from error
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        status = path.stat()
         described: Mapping[str, Any] = {
-            "format": _FORMAT, "file": path.name, "sha256": digest, "rows": engine.ntotal, "covers": covers,
-        }  # fmt: skip
+            "format": _FORMAT,
+            "file": path.name,
+            "bytes": status.st_size,
+            "time": status.st_mtime_ns,
+            "rows": engine.ntotal,
+            "centers": _hash_centers(faiss, engine),
+            "covers": covers,
+        }
         write_atomic(index_folder / "index.json", json.dumps(described) + "\n", durable=True)
         for other in [*index_folder.glob("rows-*"), *index_folder.glob(".*.partial")]:
             if other != path:
                 other.unlink(missing_ok=True)
-        return done, path.stat().st_size
+        return done, status.st_size
 
 
 def _make_engine(faiss: Any, width: int, lists: int) -> Any:
-    """Return an index without rows; a random rotation gives all elements about the same variance."""
-    elements = max(width, _LEAST_WIDTH)
-    rotation = faiss.RandomRotationMatrix(width, elements)
-    centers = faiss.IndexFlatL2(elements)
-    engine = faiss.IndexIVFPQFastScan(
-        centers, elements, lists, elements, _CODE_BITS, faiss.METRIC_INNER_PRODUCT
+    """Return an index without rows, which will store the difference of each row to the center of its list in bytes.
+
+    One range of values for all elements makes faiss faster. A random rotation gives them about the same variance.
+    """
+    rotation = faiss.RandomRotationMatrix(width, math.ceil(width / _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE)
+    centers = faiss.IndexFlatL2(rotation.d_out)
+    engine = faiss.IndexIVFScalarQuantizer(
+        centers, rotation.d_out, lists, faiss.ScalarQuantizer.QT_8bit_uniform, faiss.METRIC_L2
     )
-    engine.by_residual = True
     engine.cp.niter = _ITERATIONS
-    for clustering in (engine.cp, engine.pq.cp):
-        clustering.min_points_per_centroid = 1  # else faiss prints a warning
+    engine.cp.min_points_per_centroid = 1  # else faiss prints a warning
     return faiss.IndexPreTransform(rotation, engine)
+
+
+def _hash_centers(faiss: Any, engine: Any) -> str:
+    """Hash what all searches depend on: the rotation, the centers, and the range of values that bytes stand for."""
+    lists = faiss.downcast_index(faiss.extract_index_ivf(engine))
+    rotation = faiss.downcast_VectorTransform(engine.chain.at(0))
+    digest = hashlib.sha256(faiss.vector_to_array(rotation.A))
+    digest.update(lists.quantizer.reconstruct_n(0, lists.nlist))
+    digest.update(faiss.vector_to_array(lists.sq.trained))
+    return digest.hexdigest()
 
 
 def _select_valid(rows: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:

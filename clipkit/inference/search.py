@@ -375,6 +375,8 @@ class Embeddings:
                 self._index = stamp, ApproximateIndex(self.folder)
         except (FileNotFoundError, NotADirectoryError):
             self._index = None
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}, pass --exact") from error
 
     def _check_complete(self, complete: set[int]) -> None:
         for record in sorted((self.folder / ".parts").glob("*.jsonl")):

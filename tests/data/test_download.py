@@ -711,7 +711,7 @@ def test_proxy_of_the_environment_is_used(tmp_path: Path, monkeypatch: pytest.Mo
         found = download(table(tmp_path / "t.csv", urls), tmp_path / "out", SMALL, fetch=public)
         proxy.shutdown()
     assert found.kept == 5
-    assert found.failures == {"host with a private address (--allow-private downloads from it)": 5}
+    assert found.failures == {"host with a private address (--allow-private --retry-failed tries again)": 5}
     many = table(tmp_path / "many.csv", [f"http://images.invalid/{i}" for i in range(200)])
     with pytest.raises(DataError, match=r"'no connection to the proxy' .likely cause: HTTP_PROXY"):
         download(many, tmp_path / "closed", SMALL, fetch=replace(public, retries=0))
@@ -846,7 +846,7 @@ def test_retry_may_allow_hosts_that_were_refused(server: Server, tmp_path: Path)
     path = table(tmp_path / "t.csv", [f"{server.url}/flaky/{i}.jpg" for i in range(3)])
     out = tmp_path / "out"
     refused = download(path, out, SMALL, fetch=replace(QUICK, allow_private=False))
-    assert refused.failures == {"host with a private address (--allow-private downloads from it)": 3}
+    assert refused.failures == {"host with a private address (--allow-private --retry-failed tries again)": 3}
     assert not server.requests
     assert download(path, out, SMALL, fetch=QUICK, retry_failed=True).kept == 3
 
@@ -915,7 +915,7 @@ def test_private_hosts_are_rejected(server: Server, tmp_path: Path, monkeypatch:
     found = download(
         table(tmp_path / "t.csv", urls), tmp_path / "out", SMALL, fetch=replace(QUICK, allow_private=False)
     )
-    refused = "host with a private address (--allow-private downloads from it)"
+    refused = "host with a private address (--allow-private --retry-failed tries again)"
     assert found.failures == {refused: len(urls)}
     assert not server.requests
     # a public server redirects to a private one; both accept connections

@@ -233,14 +233,31 @@ def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch:
         def __reduce__(self) -> tuple[object, ...]:
             return Path.touch, (ran,)
 
-    for damaged in (b"", content[:-1000], content[:-1] + b"\xff", content + b"1", pickle.dumps(Evil())):
-        codes.write_bytes(damaged)
+    def damage(content: bytes) -> None:
+        """As a faulty disk does: with the same time."""
+        codes.write_bytes(content)
+        os.utime(codes, ns=(stored["time"], stored["time"]))
+
+    other_rotation = content[:500] + b"\xff" * 8 + content[508:]
+    for damaged in (b"", content[:-1000], other_rotation, content + b"1", pickle.dumps(Evil())):
+        damage(damaged)
         with pytest.raises(
             DataError, match=r"cannot use the index in .*run clipkit index .* or pass --exact"
         ):
             Embeddings(folder)
     assert not ran.exists() and len(Embeddings(folder, exact=True)) == 800
+    query = torch.from_numpy(rows_of(1, 1)[0])
+    for number, row in ((7, 0), (0, 400), (-1, 0)):
+        damage(content[:-8] + ((number << 32) + row).to_bytes(8, "little", signed=True))  # the last row's key
+        if number < 0:  # as of no row
+            assert len(Embeddings(folder).search(query, 799)) == 799
+        else:
+            with pytest.raises(DataError, match=rf"\(no row {row} in file {number}\): run clipkit index"):
+                Embeddings(folder).search(query, 799)
     codes.write_bytes(content)
+    with pytest.raises(DataError, match=r"rows-\w+\.faiss has changed\): run clipkit index"):
+        Embeddings(folder)
+    damage(content)
     wrong: list[object] = [[], {}, stored | {"format": 1}, stored | {"covers": {"0": [1]}}]
     for changed in [*wrong, stored | {"file": "../../etc/passwd"}, stored | {"rows": 1}]:
         described.write_text(json.dumps(changed))
