@@ -34,11 +34,11 @@ _LISTS_PER_ROOT = 3  # lists for each unit of the square root of the number of r
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 5
 # that a query searches, at least; many short lists are searched faster than few long ones
-_LISTS_SEARCHED = 64
-_ROWS_SEARCHED = 21_000
+_LISTS_SEARCHED = 80
+_ROWS_SEARCHED = 26_000
 _RESULTS_PER_LIST = 2  # for which one more list is searched
 # that are compared exactly, at least and for each result
-_LEAST_CANDIDATES = 32
+_LEAST_CANDIDATES = 64
 _CANDIDATES_PER_RESULT = 2
 _WIDTH_MULTIPLE = 16  # faiss is fast for widths that are multiples of it
 # A longer query ranks unit rows in the same order, but lists more by the cosine and less by the norm of their
