@@ -6,7 +6,7 @@
 The index only selects candidates. ``clipkit.inference.search`` compares these exactly, and also all rows of
 embedding files that are new or have changed since. A wrong index can miss rows, but gives no wrong similarity.
 
-Dimensions: N rows, O embedding dimension, C candidates.
+Dimensions: N rows, O embedding dimension.
 """
 
 import hashlib
@@ -33,11 +33,11 @@ _FORMAT = 5
 _LISTS_PER_ROOT = 3  # lists for each unit of the square root of the number of rows
 _SAMPLES = 40  # rows for each list that its center is computed from
 _ITERATIONS = 5
-# that a query searches, at least; many short lists are searched faster than few long ones
+# searched by a query, at least; many short lists are searched faster than few long ones
 _LISTS_SEARCHED = 80
 _ROWS_SEARCHED = 26_000
 _RESULTS_PER_LIST = 2  # for which one more list is searched
-# that are compared exactly, at least and for each result
+# candidates of a query, at least and for each result
 _LEAST_CANDIDATES = 64
 _CANDIDATES_PER_RESULT = 2
 _WIDTH_MULTIPLE = 16  # faiss is fast for widths that are multiples of it

@@ -184,7 +184,9 @@ class _Snapshot:
     """The files of a folder and its index as they were opened.
 
     Attributes:
-        covered: indices of the parts that the index covers, by the number of their files.
+        parts: the files with at least one row.
+        covered: indices of the parts that the index covers, by the numbers of their files.
+        covered_rows: number of their rows.
         rest: the other parts by their indices.
     """
 

@@ -268,6 +268,11 @@ def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch:
     described.write_text("{")
     with pytest.raises(DataError, match="cannot use the index"):
         Embeddings(folder)
+    described.unlink()
+    described.symlink_to(described.name)
+    with pytest.raises(DataError, match=r"cannot read .*index\.json: .*, pass --exact"):
+        Embeddings(folder)
+    described.unlink()
     index(folder)  # repairs it
     assert Embeddings(folder).unindexed == 0
     lock = FileLock(folder / "index" / ".lock")
