@@ -146,10 +146,8 @@ def judge_fine_tune(
         f"On {name} no loss can be seen, because the start weights are not above chance."
         for name in scores.at_chance
     ]
-    note = f"With a probability of 95%, the intervals on {held_out.dataset.name} hold together "
-    note += (
-        f"for all {tests} models from which one is chosen (each scored checkpoint, alone and interpolated)"
-    )
+    note = f"With a probability of 95%, the intervals on {held_out.dataset.name} hold for all {tests} models "
+    note += "from which one is chosen (each scored checkpoint, alone and interpolated)"
     notes.append(f"{note}, and each interval on a guard set by itself." if guards else f"{note}.")
     verdict = replace(verdict, rows=tuple(rows), inputs=inputs, notes=tuple(notes))
     write_verdict(tune.run, verdict)

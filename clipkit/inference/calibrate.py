@@ -190,7 +190,8 @@ def _fit(similarities: Tensor, targets: Tensor, *, several: bool, scale: float) 
     parameters = [logarithm, biases]
     optimizer = torch.optim.LBFGS(parameters, max_iter=200, line_search_fn="strong_wolfe")
     single_label = targets.sum(dim=1) == 1
-    # as of one more image of each kind (Platt 1999), without which separable labels would get probabilities of 1
+    # as if there were one more right and one more wrong label (Platt 1999): otherwise, the scale of labels that the
+    # model separates grows until all probabilities are 1
     smoothing = 1 / (len(targets) + 2)
     smooth = (1 - smoothing) * targets.float() + smoothing / (2 if several else targets.shape[1])
 

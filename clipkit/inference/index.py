@@ -130,7 +130,8 @@ class ApproximateIndex:
         by_rows = _ROWS_SEARCHED * self.list_count // max(1, self.engine.ntotal)
         lists = min(self.list_count, max(_LISTS_SEARCHED, by_rows) + k // _RESULTS_PER_LIST)
         parameters = self._faiss.IVFSearchParameters(nprobe=lists)
-        wanted = requested = max(_LEAST_CANDIDATES, _CANDIDATES_PER_RESULT * k)
+        least_candidates = max(_LEAST_CANDIDATES, _CANDIDATES_PER_RESULT * k)
+        requested = least_candidates
         while True:
             _, [keys] = self._lists.search(rotated, requested, params=parameters)
             keys = keys[keys >= 0]
@@ -141,7 +142,7 @@ class ApproximateIndex:
                     raise self._describe_damage(f"no row {row} in file {file_number}")
                 if file_number in files:
                     candidates.append((file_number, row))
-            if len(keys) < requested or len(candidates) >= wanted:
+            if len(keys) < requested or len(candidates) >= least_candidates:
                 return candidates
             requested *= 4  # many were of other files
 

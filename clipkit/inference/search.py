@@ -117,7 +117,7 @@ class _Part:
     storage: Storage
     table: Path
     columns: Sequence[str]  # of the table
-    row_groups: Sequence[int]  # of the table: numbers of the rows after each
+    row_group_ends: Sequence[int]  # of the table: the number of the first row after each row group
     stamps: tuple[FileStamp, FileStamp]  # of both files
 
     def check(self) -> None:
@@ -378,7 +378,9 @@ class Embeddings:
         except (FileNotFoundError, NotADirectoryError):
             self._index = None
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}, pass --exact") from error
+            raise DataError(
+                f"cannot read {path}: {error.strerror}; pass --exact to search without the index"
+            ) from error
 
     def _check_complete(self, complete: set[int]) -> None:
         for record in sorted((self.folder / ".parts").glob("*.jsonl")):
@@ -514,9 +516,9 @@ class Embeddings:
         raise DataError(f"{self.folder} has no embedding of {printable(hit.path, 200)}")
 
     def _hit(self, part: _Part, row: int, similarity: float) -> Hit:
-        group = bisect_right(part.row_groups, row)
+        group = bisect_right(part.row_group_ends, row)
         table = self._table(part, group)
-        table_row = row - (part.row_groups[group] - len(table))
+        table_row = row - (part.row_group_ends[group] - len(table))
         try:
             values = {name: _plain(table[i], table_row) for i, name in enumerate(table.column_names)}
         except UnicodeDecodeError as error:
@@ -645,13 +647,13 @@ def _open_part(
         metadata = pyarrow.parquet.read_metadata(table)
         columns = metadata.schema.to_arrow_schema().names
         groups = (metadata.row_group(i) for i in range(metadata.num_row_groups))
-        row_groups = [*accumulate(group.num_rows for group in groups)]
+        row_group_ends = [*accumulate(group.num_rows for group in groups)]
         storage = storage_of(array)
     except FileNotFoundError:
         raise
     except _DAMAGED as error:
         raise DataError(f"cannot read {rows} and {table}: {error}") from error
-    if len(array) != (row_groups[-1] if row_groups else 0):
+    if len(array) != (row_group_ends[-1] if row_group_ends else 0):
         return None
     part = _Part(
         number=file_number,
@@ -662,7 +664,7 @@ def _open_part(
         storage=storage,
         table=table,
         columns=columns,
-        row_groups=row_groups,
+        row_group_ends=row_group_ends,
         stamps=stamps,
     )
     part.check()

@@ -193,17 +193,18 @@ def compare_correct(first: Tensor, second: Tensor, *, tests: int = 1) -> Compari
 def compare_means(first: Tensor, second: Tensor, *, tests: int = 1) -> Comparison:
     """Compare the means of two models' (N,) values (Jaccard, rank …) by a paired bootstrap; N ≥ 1.
 
-    If all items of values in 0 … 1 differ by the same amount, the bootstrap has no width: the interval is then that
-    of accuracies without items that only one model has right.
+    If all items differ by the same amount, the bootstrap has no width. For values in 0 … 1, the interval then has the
+    width of that of two models that are right on the same items.
     """
     distinct, counts = np.unique((second.double() - first.double()).cpu().numpy(), return_counts=True)
     comparison = _compare(mean_statistic(distinct), counts, tests=tests)
     values = torch.stack([first, second])
     if len(distinct) > 1 or values.min() < 0 or values.max() > 1:
         return comparison
-    none = torch.zeros(len(first), dtype=torch.bool)
-    equal = compare_correct(none, none, tests=tests)
-    low, high = comparison.difference + equal.low, comparison.difference + equal.high
+    right = torch.ones(len(first), dtype=torch.bool)
+    accuracies = compare_correct(right, right, tests=tests)
+    low = comparison.difference + accuracies.low
+    high = comparison.difference + accuracies.high
     return replace(comparison, low=max(-1.0, low), high=min(1.0, high))
 
 

@@ -270,7 +270,7 @@ def test_damaged_indexes_are_rejected(folder: Path, tmp_path: Path, monkeypatch:
         Embeddings(folder)
     described.unlink()
     described.symlink_to(described.name)
-    with pytest.raises(DataError, match=r"cannot read .*index\.json: .*, pass --exact"):
+    with pytest.raises(DataError, match=r"cannot read .*index\.json: .*; pass --exact"):
         Embeddings(folder)
     described.unlink()
     index(folder)  # repairs it
