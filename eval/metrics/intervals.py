@@ -193,8 +193,8 @@ def compare_correct(first: Tensor, second: Tensor, *, tests: int = 1) -> Compari
 def compare_means(first: Tensor, second: Tensor, *, tests: int = 1) -> Comparison:
     """Compare the means of two models' (N,) values (Jaccard, rank …) by a paired bootstrap; N ≥ 1.
 
-    If all items differ by the same amount, the bootstrap has no width. For values in 0 … 1, the interval then has the
-    width of that of two models that are right on the same items.
+    If all items differ by the same amount, the bootstrap has no width. For values in 0 … 1, it is then that of
+    two models that are right on the same items.
     """
     distinct, counts = np.unique((second.double() - first.double()).cpu().numpy(), return_counts=True)
     comparison = _compare(mean_statistic(distinct), counts, tests=tests)
